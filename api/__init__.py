@@ -1,0 +1,38 @@
+"""paceline: tensor-parallel inference of language models.
+
+>>> from paceline import LLM, SamplingParams
+>>> LLM("path/or/hub-id").generate("The history of Rome", SamplingParams(max_tokens=32))
+
+Names are loaded on first use, so that importing paceline costs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.coordinator.sampling_params import SamplingParams
+    from paceline.launcher.llm import LLM, RequestOutput
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "paceline.launcher.llm",
+    "RequestOutput": "paceline.launcher.llm",
+    "SamplingParams": "paceline.coordinator.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,20 @@
+"""What the coordinator needs of whatever runs its plans."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from paceline.coordinator.messages import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Runs plans in order; results come back in the same order."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step on every rank, without waiting for it where the device is asynchronous."""
+
+    def collect(self, wait: bool) -> StepResult | None:
+        """The oldest result not yet collected; None where it is not ready and wait is false.
+
+        Raises EngineError where a rank failed.
+        """

@@ -1,0 +1,115 @@
+"""What the coordinator tells the ranks each step, and what comes back.
+
+A StepPlan is a delta: the ranks keep everything said before (token table, lengths, block tables, sampling state) in
+one row a slot, so that a steady decode step says almost nothing. Within a plan the order of effect is: freed slots,
+admissions, appended blocks, then the rows run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """The sampling rules of one slot, resolved: greedy is temperature 0, and every request has a seed."""
+
+    temperature: float
+    seed: int
+    """64-bit signed key of the request's noise."""
+    top_k: int = 0
+    """0 is off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, added to its logit) pairs."""
+    min_tokens: int = 0
+    """While the output is shorter than this, stop_ids are not chosen."""
+    stop_ids: tuple[int, ...] = ()
+    """The ids that min_tokens holds back."""
+    logprobs: int = -1
+    """-1: none wanted; k: the chosen token's and the k most likely tokens' log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request enters a slot, for the first time or again after preemption."""
+
+    slot: int
+    token_ids: Sequence[int]
+    """All its known tokens: prompt, and what was generated before a preemption."""
+    prompt_len: int
+    """How many of token_ids are the prompt proper."""
+    num_computed: int
+    """How many leading tokens already have their keys and values in block_ids (a prefix hit)."""
+    block_ids: Sequence[int]
+    sampling: RowSampling
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step, parallel sequences; rows of one token come first, so that decode is a leading run."""
+
+    slots: Sequence[int]
+    counts: Sequence[int]
+    """Tokens to compute, from the slot's first uncomputed one on."""
+    samples: Sequence[bool]
+    """Whether the row reaches the end of its known tokens, so that a new one is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Plans are numbered from 0 without gaps."""
+
+    step: int
+    freed: Sequence[int] = ()
+    admissions: Sequence[Admission] = ()
+    block_appends: Sequence[tuple[int, Sequence[int]]] = ()
+    """(slot, block ids appended to its block table)."""
+    rows: StepRows | None = None
+    """None: the previous step's rows again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The last message on a channel: ranks end, with exit status 0 where error is empty."""
+
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities of one sampled token.
+
+    They come from the logits after penalties, bias and masks, before temperature.
+    """
+
+    chosen: float
+    top_ids: Sequence[int] = ()
+    """The most likely ids, best first."""
+    top: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled, one entry per row whose `samples` was true, in row order."""
+
+    step: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None] = field(default=())
+    """Empty where no row asked; else parallel to token_ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the loaded model and the measured memory allow; agreed by all ranks before the first step."""
+
+    vocab_size: int
+    max_model_len: int
+    """Most tokens of one request, prompt and output together."""
+    num_blocks: int
+    """Blocks of the cache on every rank."""

@@ -1,0 +1,125 @@
+"""How the shards of one model exchange tensors.
+
+A layer is given its communicator; nothing is looked up globally. The same layer code runs alone, over
+torch.distributed (NCCL or gloo), and as threads of one process that stand for ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Communicator(Protocol):
+    """Collectives over the ranks of one tensor-parallel group. Every rank calls the same ones in the same order."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, the same bits on each; may reuse the argument's memory."""
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Elementwise maximum over ranks; may reuse the argument's memory."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate the ranks' equally shaped tensors along the last dimension, in rank order."""
+
+
+class SingleRank:
+    """The group of one: nothing to exchange."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class ProcessGroupCommunicator:
+    """Ranks are processes of a torch.distributed group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        # NCCL and gloo concatenate along the first dimension; ranks are brought to the last one here.
+        tensor = tensor.contiguous()
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        dist.all_gather_into_tensor(gathered.view(-1), tensor.view(-1), group=self._group)
+        return gathered.movedim(0, -2).reshape(*tensor.shape[:-1], -1)
+
+
+class _ThreadRank:
+    """One thread's end of a simulated group."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, board: list[torch.Tensor | None]) -> None:
+        self.rank = rank
+        self.size = len(board)
+        self._barrier = barrier
+        self._board = board
+
+    def _exchange(self, tensor: torch.Tensor, combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
+        self._board[self.rank] = tensor
+        self._barrier.wait()
+        result = combine([part for part in self._board if part is not None])
+        self._barrier.wait()  # nobody may overwrite the board, or the tensor on it, before all have read
+        return result
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._exchange(tensor, lambda parts: torch.stack(parts).sum(0))
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._exchange(tensor, lambda parts: torch.stack(parts).amax(0))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._exchange(tensor, lambda parts: torch.cat(parts, dim=-1))
+
+
+def run_simulated_ranks(size: int, body: Callable[[Communicator], T]) -> list[T]:
+    """Run body once a rank, in threads of this process that meet at every collective; results in rank order.
+
+    The first exception of any rank is raised here, and the other ranks end too.
+    """
+    barrier = threading.Barrier(size)
+    board: list[torch.Tensor | None] = [None] * size
+
+    def guarded(rank: int) -> T:
+        try:
+            return body(_ThreadRank(rank, barrier, board))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(guarded, rank) for rank in range(size)]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]

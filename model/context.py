@@ -1,0 +1,39 @@
+"""What a forward pass needs to know of its step, beside the token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+KVCache = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of one layer, each [num_blocks, block_size, kv_heads, head_dim]."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """A step of T tokens in R rows (one row a request); all tensors are on the model's device.
+
+    A row's tokens are consecutive among the T. The first num_decode_rows rows have one token each.
+    """
+
+    positions: torch.Tensor
+    """[T] int32: each token's position in its request."""
+    slot_mapping: torch.Tensor
+    """[T] int64: block_id * block_size + offset where a token's key and value go; -1 writes nowhere."""
+    query_start: torch.Tensor
+    """[R + 1] int32: row r owns tokens query_start[r] to query_start[r + 1]."""
+    seq_lens: torch.Tensor
+    """[R] int32: tokens with keys and values once this step's are stored (so a row attends to seq_lens[r] tokens)."""
+    block_tables: torch.Tensor
+    """[R, B] int32: block ids of each row in order; entries past its length are undefined."""
+    logits_rows: torch.Tensor
+    """[S] int64: which of the T tokens need logits."""
+    kv_caches: Sequence[KVCache]
+    """One entry a layer."""
+    num_decode_rows: int
+    max_query_len: int
+    """Most tokens of one row."""
+    max_seq_len: int
+    """At least every entry of seq_lens (a host-known bound)."""
