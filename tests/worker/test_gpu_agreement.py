@@ -1,0 +1,109 @@
+"""The engine on a GPU in bfloat16 against the CPU path in float32, on real shapes with the same dummy weights."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import LLM, SamplingParams
+from paceline.model.communicator import SingleRank
+from paceline.model.config import ModelConfig
+from paceline.model.context import StepContext
+from paceline.model.weights import load_model
+
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_32_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "torch_dtype": "bfloat16",
+}
+MARGIN = 0.15
+"""Most that a logit moves between bfloat16 and float32 here; logits have a standard deviation of about 1."""
+
+
+def float32_logits(folder: Path, token_ids: Sequence[int], first: int) -> torch.Tensor:
+    """Logits [T - first, vocab] that the CPU path computes in float32 with the bfloat16 weights, from position first on."""
+    config = ModelConfig.from_folder(folder)
+    device = torch.device("cpu")
+    model = load_model(
+        folder, config, SingleRank(), device, torch.bfloat16, load_format="dummy", max_model_len=1024
+    ).float()
+    length = len(token_ids)
+    blocks = -(-length // 16)
+    shape = (blocks, 16, config.num_key_value_heads, config.head_dim)
+    context = StepContext(
+        positions=torch.arange(length, dtype=torch.int32),
+        slot_mapping=torch.arange(length),
+        query_start=torch.tensor([0, length], dtype=torch.int32),
+        seq_lens=torch.tensor([length], dtype=torch.int32),
+        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
+        logits_rows=torch.arange(first, length),
+        kv_caches=[(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_hidden_layers)],
+        num_decode_rows=0,
+        max_query_len=length,
+        max_seq_len=length,
+    )
+    with torch.inference_mode():
+        return model.compute_logits(model(torch.tensor(token_ids), context), context)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [QWEN3_06B, LLAMA_32_1B], ids=["qwen3-0.6b", "llama3.2-1b"])
+def test_greedy_decoding_agrees_with_the_cpu(config: dict[str, object], tmp_path: Path) -> None:
+    """Every token that the GPU takes is the float32 argmax, or within the margin of bfloat16 of it."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10, 100000) for _ in range(length)] for length in (5, 64, 300, 17)]
+    params = SamplingParams(temperature=0, max_tokens=32, logprobs=0, ignore_eos=True)
+    with LLM(str(tmp_path), load_format="dummy", max_model_len=1024, max_batched_tokens=256, num_blocks=512) as llm:
+        assert llm.engine.device.type == "cuda"
+        outputs = llm.generate(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = output.outputs[0].token_ids
+        logits = float32_logits(tmp_path, [*prompt, *answer[:-1]], len(prompt) - 1)
+        taken = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        shortfall = logits.amax(1) - taken
+        assert shortfall.max() <= MARGIN, f"token {int(shortfall.argmax())} is {shortfall.max():.3f} below the best"
+        assert (shortfall == 0).float().mean() >= 0.8
+        ours = torch.tensor([entry.chosen for entry in output.outputs[0].logprobs or []])
+        assert (ours - torch.log_softmax(logits, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]).abs().max() < MARGIN

@@ -1,0 +1,227 @@
+"""The sampler: equal on any number of ranks, a row untouched by its neighbours, penalties as transformers has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from paceline.coordinator.messages import Admission, RowSampling, StepPlan, StepRows
+from paceline.model.communicator import Communicator, SingleRank, run_simulated_ranks
+from paceline.model.shard_plan import Span
+from paceline.worker.batch_state import BatchState
+from paceline.worker.sampler import SampledLogprobs, Sampler
+
+VOCAB = 259
+CPU = torch.device("cpu")
+
+Row = tuple[Sequence[int], int, RowSampling]
+"""Known tokens, how many of them are the prompt, and the row's rules."""
+
+
+def span_of(rank: int, size: int) -> Span:
+    width = -(-VOCAB // size)
+    start = min(rank * width, VOCAB)
+    return Span(start, min(width, VOCAB - start), width, VOCAB)
+
+
+def sample_on(
+    comm: Communicator, logits: torch.Tensor, rows: Sequence[Row]
+) -> tuple[list[int], SampledLogprobs | None]:
+    """Sample once for the rows, with this rank's columns of the full logits [S, VOCAB]."""
+    state = BatchState(len(rows), 64, 16, CPU)
+    admissions = [
+        Admission(slot, list(tokens), prompt_len, len(tokens) - 1, [slot] * 4, sampling)
+        for slot, (tokens, prompt_len, sampling) in enumerate(rows)
+    ]
+    slots = list(range(len(rows)))
+    plan = StepPlan(0, admissions=admissions, rows=StepRows(slots, [1] * len(rows), [True] * len(rows)))
+    device_rows = state.apply(plan)
+    span = span_of(comm.rank, comm.size)
+    # What stands in the padding must not matter: here it would win.
+    local = torch.full((len(rows), span.padded), 6e4, dtype=logits.dtype)
+    local[:, : span.length] = logits[:, span.start : span.start + span.length]
+    token_ids, logprobs = Sampler(state, comm, span, VOCAB).sample(local, device_rows)
+    return token_ids.tolist(), logprobs
+
+
+def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    return sample_on(SingleRank(), logits, rows)[0]
+
+
+def greedy(**rules: object) -> RowSampling:
+    return RowSampling(temperature=0.0, seed=0, **rules)  # type: ignore[arg-type]
+
+
+MIXED_RULES = (
+    greedy(),
+    RowSampling(temperature=1.0, seed=1),
+    RowSampling(temperature=0.7, seed=2, top_k=5),
+    RowSampling(temperature=1.3, seed=3, top_p=0.8),
+    RowSampling(temperature=1.0, seed=4, min_p=0.1),
+    RowSampling(temperature=2.0, seed=5, top_k=20, top_p=0.9, min_p=0.01, presence_penalty=1.0),
+    greedy(repetition_penalty=1.5, frequency_penalty=0.5),
+    RowSampling(temperature=1.0, seed=6, logit_bias=((258, 100.0),)),
+    greedy(min_tokens=10, stop_ids=(3, 258)),
+    RowSampling(temperature=5.0, seed=7, logprobs=5),
+)
+
+
+@pytest.fixture
+def mixed() -> tuple[torch.Tensor, list[Row]]:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(len(MIXED_RULES), VOCAB, generator=generator) * 3
+    rows: list[Row] = []
+    for index, rules in enumerate(MIXED_RULES):
+        tokens = torch.randint(0, VOCAB, (5 + index,), generator=generator).tolist()
+        rows.append((tokens, 3, rules))
+    return logits, rows
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_every_rank_chooses_what_one_rank_alone_chooses(mixed: tuple[torch.Tensor, list[Row]], size: int) -> None:
+    logits, rows = mixed
+    alone = sample(logits, rows)
+    for token_ids, _ in run_simulated_ranks(size, lambda comm: sample_on(comm, logits, rows)):
+        assert token_ids == alone
+
+
+def test_a_row_does_not_depend_on_its_neighbours(mixed: tuple[torch.Tensor, list[Row]]) -> None:
+    logits, rows = mixed
+    together = sample(logits, rows)
+    assert [sample(logits[i : i + 1], [rows[i]])[0] for i in range(len(rows))] == together
+
+
+def test_a_poisoned_row_does_not_reach_its_neighbours(mixed: tuple[torch.Tensor, list[Row]]) -> None:
+    logits, rows = mixed
+    together = sample(logits, rows)
+    logits = logits.clone()
+    logits[3] = math.nan
+    poisoned = sample(logits, rows)
+    assert poisoned[:3] + poisoned[4:] == together[:3] + together[4:]
+    assert 0 <= poisoned[3] < VOCAB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e-10, 1e-4])
+def test_tiny_temperatures_are_argmax(dtype: torch.dtype, temperature: float) -> None:
+    logits = (torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)) * 8).to(dtype)
+    for rules in ({}, {"top_p": 0.9}, {"top_p": 1e-8}, {"top_k": 3}, {"min_p": 0.5}):
+        row = RowSampling(temperature=temperature, seed=9, **rules)  # type: ignore[arg-type]
+        assert sample(logits, [([1, 2], 2, row)]) == [int(logits[0].float().argmax())]
+
+
+def test_a_tiny_top_p_keeps_the_best_token_at_any_temperature() -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
+    for seed in range(50):
+        row = RowSampling(temperature=100.0, seed=seed, top_p=1e-8)
+        assert sample(logits, [([1], 1, row)]) == [int(logits[0].argmax())]
+
+
+def test_equal_seeds_agree_and_positions_differ() -> None:
+    logits = torch.zeros(1, VOCAB)
+    row = RowSampling(temperature=1.0, seed=-5)
+    first = [sample(logits, [([0] * length, 1, row)])[0] for length in range(1, 40)]
+    again = [sample(logits, [([7] * length, 1, row)])[0] for length in range(1, 40)]
+    assert first == again, "the noise depends on seed and position alone"
+    assert len(set(first)) > 20
+
+
+def test_padding_is_never_chosen() -> None:
+    logits = torch.zeros(1, VOCAB)
+
+    def body(comm: Communicator) -> list[int]:
+        rows: list[Row] = [([1], 1, RowSampling(temperature=5.0, seed=seed, top_p=0.99)) for seed in range(200)]
+        return sample_on(comm, logits.expand(200, -1).contiguous(), rows)[0]
+
+    assert all(token < VOCAB for token in run_simulated_ranks(4, body)[0])
+
+
+def test_min_tokens_holds_stop_ids_back_only_while_the_answer_is_short() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3] = 9.0
+    rules = greedy(min_tokens=2, stop_ids=(3,))
+    assert sample(logits, [([1, 2, 5], 2, rules)]) != [3]
+    assert sample(logits, [([1, 2, 5, 6], 2, rules)]) == [3]
+
+
+PROMPT = [7, 7, 7, 8]
+
+
+def test_repetition_penalty_equals_transformers_step_by_step() -> None:
+    """Field report B39: prompt and output both count, and a token counts once however often it stands there."""
+    processor = RepetitionPenaltyLogitsProcessor(penalty=1.5)
+    generator = torch.Generator().manual_seed(5)
+    ours, theirs = list(PROMPT), list(PROMPT)
+    for _ in range(20):
+        logits = torch.randn(1, VOCAB, generator=generator)
+        logits[0, ours] += 2.0
+        ours.append(sample(logits, [(ours, len(PROMPT), greedy(repetition_penalty=1.5))])[0])
+        theirs.append(int(processor(torch.tensor([theirs]), logits.clone()).argmax()))
+    assert ours == theirs
+
+
+def test_presence_and_frequency_penalties_count_the_output_alone() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 9], logits[0, 11] = 3.0, 2.5, 2.2
+    history = [*PROMPT, 9, 9]
+    assert sample(logits, [(history, 4, greedy())]) == [7]
+    assert sample(logits, [(history, 4, greedy(presence_penalty=1.0))]) == [7]
+    assert sample(logits, [([*PROMPT, 7], 4, greedy(presence_penalty=1.0))]) == [9]
+    # 9 stands twice in the output: frequency takes 1.0 from it, presence 0.5.
+    logits[0, 7] = 0.0
+    assert sample(logits, [(history, 4, greedy(presence_penalty=0.5))]) == [11]
+    assert sample(logits, [(history, 4, greedy(frequency_penalty=0.1))]) == [9]
+    assert sample(logits, [(history, 4, greedy(frequency_penalty=0.5))]) == [11]
+
+
+@pytest.mark.parametrize(
+    ("rules", "warpers"),
+    [
+        ({"top_k": 7}, lambda: [TopKLogitsWarper(7)]),
+        ({"top_p": 0.7}, lambda: [TopPLogitsWarper(0.7)]),
+        ({"min_p": 0.05}, lambda: [MinPLogitsWarper(0.05)]),
+        ({"top_k": 30, "top_p": 0.6}, lambda: [TopKLogitsWarper(30), TopPLogitsWarper(0.6)]),
+    ],
+)
+def test_filters_keep_what_transformers_keeps(
+    rules: dict[str, float], warpers: Callable[[], list[object]]
+) -> None:
+    """Every token that transformers keeps is drawn at some seed, at a temperature so high that all are about as likely."""
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(8)) * 150
+    chain = LogitsProcessorList([TemperatureLogitsWarper(100.0), *warpers()])
+    kept = set(torch.isfinite(chain(torch.tensor([[1]]), logits.clone())[0]).nonzero().flatten().tolist())
+    rows: list[Row] = [([1], 1, RowSampling(temperature=100.0, seed=seed, **rules)) for seed in range(4000)]  # type: ignore[arg-type]
+    drawn = set(sample(logits.expand(4000, -1).contiguous(), rows))
+    assert drawn <= kept
+    assert len(drawn) >= len(kept) * 0.9
+
+
+def test_logprobs_are_the_models_own() -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(2))
+    reference = torch.log_softmax(logits, -1)
+    rows: list[Row] = [
+        ([1], 1, greedy()),
+        ([1], 1, RowSampling(temperature=3.0, seed=1, top_k=5, logit_bias=((4, 5.0),), logprobs=3)),
+    ]
+
+    def body(comm: Communicator) -> tuple[list[int], SampledLogprobs | None]:
+        return sample_on(comm, logits, rows)
+
+    for token_ids, logprobs in run_simulated_ranks(3, body):
+        assert logprobs is not None
+        assert logprobs.rows == [1]
+        torch.testing.assert_close(logprobs.chosen, reference[1, token_ids[1]][None])
+        top = reference[1].topk(3)
+        assert logprobs.top_ids.tolist() == [top.indices.tolist()]
+        torch.testing.assert_close(logprobs.top, top.values[None])

@@ -1,0 +1,53 @@
+"""How many cache blocks fit a rank's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from paceline.coordinator.config import EngineConfig
+from paceline.coordinator.errors import InputError
+
+GPU_SHARE = 0.9
+CPU_SHARE = 0.4
+GIB = 1 << 30
+
+
+def size_cache(
+    config: EngineConfig, device: torch.device, block_bytes: int, max_model_len: int, in_use: int, local_ranks: int
+) -> int:
+    """Blocks this rank can hold: what is left of its share of memory after in_use bytes (weights and workspace).
+
+    On the CPU the ranks of a host divide its memory. More blocks than max_num_seqs requests of full length could use
+    are never made. Raises InputError where not even one block fits.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if device.type == "cuda":
+        budget = (config.cache_memory_share or GPU_SHARE) * torch.cuda.get_device_properties(device).total_memory
+        # Memory that others hold on this GPU is not ours to plan with.
+        free, total = torch.cuda.mem_get_info(device)
+        foreign = max(0, total - free - torch.cuda.memory_reserved(device))
+        budget = min(budget, total - foreign)
+    else:
+        budget = (config.cache_memory_share or CPU_SHARE) * host_memory() / local_ranks
+    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    blocks = min(int(budget - in_use) // block_bytes, most_useful)
+    if blocks < 1:
+        raise InputError(
+            f"no memory is left for the cache: {in_use / GIB:.2f} GiB are taken by weights and workspace, and the "
+            f"share allowed is {budget / GIB:.2f} GiB; raise --cache-memory-share, or lower --max-batched-tokens"
+        )
+    return blocks
+
+
+def host_memory() -> int:
+    """Bytes of memory this process may use: the machine's, or its control group's limit where that is lower."""
+    meminfo = Path("/proc/meminfo").read_text()
+    total = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemTotal:"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists():
+        text = limit.read_text().strip()
+        if text.isdigit():
+            total = min(total, int(text))
+    return total

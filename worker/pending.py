@@ -1,0 +1,70 @@
+"""A step's result on its way from the device to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from paceline.coordinator.messages import StepResult, TokenLogprobs
+from paceline.worker.sampler import SampledLogprobs
+
+
+class PendingResult:
+    """What a step sampled, being copied to the host.
+
+    On a GPU the copies go to pinned memory on a side stream, so that they neither wait for nor hold up the next step.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        token_ids: torch.Tensor,
+        logprobs: SampledLogprobs | None,
+        asked: Sequence[int],
+        copy_stream: torch.cuda.Stream | None,
+    ) -> None:
+        """token_ids [S] on the device; asked holds each row's wish for log-probabilities (-1: none).
+
+        copy_stream is None on the CPU, where results are there at once.
+        """
+        self._step = step
+        self._asked = asked
+        self._rows = [] if logprobs is None else logprobs.rows
+        tensors = [token_ids]
+        if logprobs is not None:
+            tensors += [logprobs.chosen, logprobs.top_ids, logprobs.top]
+        self._event: torch.cuda.Event | None = None
+        if copy_stream is not None:
+            tensors = self._copy_out(tensors, copy_stream)
+        self._tensors = tensors
+
+    def _copy_out(self, tensors: list[torch.Tensor], stream: torch.cuda.Stream) -> list[torch.Tensor]:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        copies = []
+        with torch.cuda.stream(stream):
+            for tensor in tensors:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)
+                copies.append(host)
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+        return copies
+
+    def ready(self) -> bool:
+        """Whether result() returns without waiting."""
+        return self._event is None or self._event.query()
+
+    def result(self) -> StepResult:
+        """The result, waited for where it is not there yet."""
+        if self._event is not None:
+            self._event.synchronize()
+        token_ids = self._tensors[0].tolist()
+        if len(self._tensors) == 1:
+            return StepResult(self._step, token_ids)
+        chosen, top_ids, top = (tensor.tolist() for tensor in self._tensors[1:])
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        for index, row in enumerate(self._rows):
+            count = self._asked[row]
+            logprobs[row] = TokenLogprobs(chosen[index], top_ids[index][:count], top[index][:count])
+        return StepResult(self._step, token_ids, logprobs)

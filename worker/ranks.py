@@ -1,0 +1,144 @@
+"""Joining the ranks that torchrun started, and the few values they exchange while the engine starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from paceline.coordinator.config import EngineConfig
+from paceline.coordinator.errors import EngineError, InputError
+from paceline.model.communicator import Communicator, ProcessGroupCommunicator, SingleRank
+
+START_TIMEOUT = timedelta(hours=2)
+"""A rank may wait this long for another that loads a large model; a dead one is noticed by torchrun at once."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+class RankGroup:
+    """This process's place among the ranks: its device, its communicator, and a small exchange of texts.
+
+    A group of one touches no network and no torch.distributed.
+    """
+
+    def __init__(self, config: EngineConfig, environment: Mapping[str, str] | None = None) -> None:
+        """Join the group that the environment describes (torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*).
+
+        Raises InputError where it does not match config: another number of ranks, or too few GPUs.
+        """
+        environment = os.environ if environment is None else environment
+        self.rank = int(environment.get("RANK", "0"))
+        self.size = int(environment.get("WORLD_SIZE", "1"))
+        self.local_rank = int(environment.get("LOCAL_RANK", "0"))
+        check_world_size(config.tensor_parallel_size, self.size)
+        if int(environment.get("LOCAL_WORLD_SIZE", str(self.size))) != self.size:
+            raise InputError("ranks on several hosts are not supported yet; start all ranks with one torchrun")
+        self.device = choose_device(config.device, self.local_rank, self.size)
+        self._store: dist.Store | None = None
+        self._exchanges = 0
+        self.communicator: Communicator = SingleRank()
+        if self.size > 1:
+            self.communicator = self._connect()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def _connect(self) -> Communicator:
+        on_gpu = self.device.type == "cuda"
+        self._store, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=START_TIMEOUT)))
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=dist.PrefixStore("collectives", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=self.device if on_gpu else None,
+        )
+        group = dist.group.WORLD
+        if group is None:
+            raise EngineError("torch.distributed gave no process group after initialisation")
+        return ProcessGroupCommunicator(group)
+
+    def exchange(self, value: str) -> list[str]:
+        """Every rank's value in rank order. All ranks call this the same number of times; only for starting up."""
+        if self._store is None:
+            return [value]
+        self._exchanges += 1
+        prefix = f"paceline/{self._exchanges}"
+        self._store.set(f"{prefix}/{self.rank}", value)
+        return [self._store.get(f"{prefix}/{rank}").decode() for rank in range(self.size)]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A phase of the start without collectives: an error on any rank is raised on all (InputError) at its end."""
+        error: Exception | None = None
+        try:
+            yield
+        except (ValueError, OSError, torch.cuda.OutOfMemoryError) as caught:
+            error = caught
+        self._agree(error)
+
+    def _agree(self, error: Exception | None) -> None:
+        """Raise on every rank where any has an error; the same message from several ranks is given once."""
+        messages = self.exchange("" if error is None else describe(error))
+        ranks_of: dict[str, list[int]] = {}
+        for rank, message in enumerate(messages):
+            if message:
+                ranks_of.setdefault(message, []).append(rank)
+        if not ranks_of:
+            return
+        if error is not None and self.size == 1:
+            raise error
+        parts = []
+        for message, ranks in ranks_of.items():
+            everywhere = len(ranks) == self.size
+            parts.append(message if everywhere else f"rank {', '.join(map(str, ranks))}: {message}")
+        raise InputError("; ".join(parts)) from error
+
+    def close(self) -> None:
+        """Leave the group. Safe to call twice."""
+        if self._store is not None:
+            self._store = None
+            dist.destroy_process_group()
+
+
+def check_world_size(tensor_parallel_size: int, world_size: int) -> None:
+    """Raise InputError where torchrun started another number of ranks than the model is to be split over."""
+    if tensor_parallel_size == world_size:
+        return
+    started = f"{world_size} rank{'s were' if world_size > 1 else ' was'} started"
+    raise InputError(
+        f"tensor parallel size {tensor_parallel_size} needs as many ranks, but {started}; "
+        f"use `torchrun --nproc-per-node {tensor_parallel_size} …` or --tp {world_size}"
+    )
+
+
+def choose_device(wanted: str, local_rank: int, size: int) -> torch.device:
+    """The device of this rank: cuda:local_rank among the visible GPUs, or the CPU.
+
+    CUDA_VISIBLE_DEVICES is left to CUDA: it may hold indices in any order, UUIDs or MIG names.
+    """
+    if wanted == "cpu":
+        return torch.device("cpu")
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if visible == 0:
+        if wanted == "cuda":
+            raise InputError("no GPU is visible; use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES")
+        return torch.device("cpu")
+    if size > visible:
+        raise InputError(
+            f"{size} ranks need {size} GPUs, but {visible} {'is' if visible == 1 else 'are'} visible "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); "
+            f"use --tp {visible}, or --device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def describe(error: BaseException) -> str:
+    """One line for a person: the message of the errors meant for them, with the type for all others."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (ValueError, EngineError)) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

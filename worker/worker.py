@@ -1,0 +1,145 @@
+"""One rank's executor of step plans: model shard, cache, batch state and sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from paceline.coordinator.config import EngineConfig
+from paceline.coordinator.errors import EngineError
+from paceline.coordinator.messages import Admission, Limits, StepPlan, StepRows
+from paceline.model.config import ModelConfig
+from paceline.model.context import KVCache
+from paceline.model.rope import check_max_model_len
+from paceline.model.shard_plan import ShardPlan
+from paceline.model.weights import load_model
+from paceline.worker.batch_state import GREEDY, BatchState
+from paceline.worker.memory import size_cache
+from paceline.worker.pending import PendingResult
+from paceline.worker.ranks import RankGroup
+from paceline.worker.sampler import Sampler
+
+CPU_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class _Lockstep:
+    """What must be the same on every rank in every step."""
+
+    step: int
+    rows: int
+    tokens: int
+
+
+class Worker:
+    """Runs the steps of one rank. Every rank of a group makes its Worker and executes the same plans in one order."""
+
+    def __init__(self, config: EngineConfig, ranks: RankGroup) -> None:
+        """Load the model's shard and make the cache; errors of any rank are raised on all (InputError)."""
+        self._config = config
+        self._ranks = ranks
+        self._copy_stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+        with ranks.together():
+            self._read_config()
+        with ranks.together():
+            self._load()
+        in_use = self._warm_up()
+        num_blocks = 0
+        with ranks.together():
+            num_blocks = self._count_blocks(in_use)
+        # The cache is as large as the poorest rank can hold, the same on all.
+        num_blocks = min(int(blocks) for blocks in ranks.exchange(str(num_blocks)))
+        self.limits = Limits(self.model_config.vocab_size, self._max_model_len, num_blocks)
+        self._kv_caches = self._make_caches(num_blocks)
+
+    def _read_config(self) -> None:
+        self.model_config = ModelConfig.from_folder(Path(self._config.model))
+        self._max_model_len = self._config.max_model_len or self.model_config.max_position_embeddings
+        check_max_model_len(self.model_config, self._max_model_len)
+        name = self.model_config.dtype if self._config.dtype == "auto" else self._config.dtype
+        self._dtype = getattr(torch, name)
+        self._plan = ShardPlan(self.model_config, self._ranks.size)
+
+    def _load(self) -> None:
+        self._model = load_model(
+            Path(self._config.model),
+            self.model_config,
+            self._ranks.communicator,
+            self._ranks.device,
+            self._dtype,
+            load_format=self._config.load_format,
+            max_model_len=self._max_model_len,
+        )
+        self.state = BatchState(
+            self._config.max_num_seqs, self._max_model_len, self._config.block_size, self._ranks.device
+        )
+        self._sampler = Sampler(self.state, self._ranks.communicator, self._model.vocab, self.model_config.vocab_size)
+
+    def _block_shape(self) -> tuple[int, int, int]:
+        kv_heads = self._plan.kv_heads(self._ranks.rank).padded
+        return self._config.block_size, kv_heads, self.model_config.head_dim
+
+    def _make_caches(self, num_blocks: int) -> list[KVCache]:
+        """Memory as it comes: attention reads nothing that was not stored, and untouched pages cost a CPU nothing."""
+        shape = (num_blocks, *self._block_shape())
+        options = {"dtype": self._dtype, "device": self._ranks.device}
+        return [
+            (torch.empty(shape, **options), torch.empty(shape, **options))
+            for _ in range(self.model_config.num_hidden_layers)
+        ]
+
+    def _warm_up(self) -> int:
+        """Run the largest prefill and the largest decode; returns the bytes that weights and workspace took.
+
+        The steps go the way of any other, over a cache of one block that is thrown away. On a GPU this compiles the
+        kernels; on the CPU, where memory is not the limit, small steps do.
+        """
+        on_gpu = self._ranks.device.type == "cuda"
+        self._kv_caches = self._make_caches(1)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._ranks.device)
+        tokens = self._config.max_batched_tokens if on_gpu else min(CPU_WARM_UP_TOKENS, self._config.max_batched_tokens)
+        query_len = min(tokens, self._max_model_len)
+        prompts = min(tokens // query_len, self._config.max_num_seqs)
+        decodes = min(tokens, self._config.max_num_seqs)
+        for rows, count in ((prompts, query_len), (decodes, 1)):
+            blocks = [0] * -(-count // self._config.block_size)
+            slots = range(rows)
+            admissions = [Admission(slot, [0] * count, count, 0, blocks, GREEDY) for slot in slots]
+            plan = StepPlan(step=-1, admissions=admissions, rows=StepRows(slots, [count] * rows, [True] * rows))
+            self.execute(plan).result()
+        if not on_gpu:
+            return sum(parameter.nbytes for parameter in self._model.parameters())
+        peak = torch.cuda.max_memory_allocated(self._ranks.device)
+        torch.cuda.empty_cache()
+        return peak
+
+    def _count_blocks(self, in_use: int) -> int:
+        block_size, kv_heads, head_dim = self._block_shape()
+        per_layer = 2 * block_size * kv_heads * head_dim * self._dtype.itemsize
+        block_bytes = per_layer * self.model_config.num_hidden_layers
+        return size_cache(self._config, self._ranks.device, block_bytes, self._max_model_len, in_use, self._ranks.size)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> PendingResult:
+        """Start one step; on a GPU this returns while it runs."""
+        rows = self.state.apply(plan)
+        input_ids, context = self.state.inputs(rows, self._kv_caches)
+        if self._config.check_lockstep:
+            self._check_lockstep(_Lockstep(plan.step, len(rows.rows.slots), rows.num_tokens))
+        hidden = self._model(input_ids, context)
+        if not rows.sampled_slot_list:
+            token_ids, logprobs = input_ids[:0], None
+        else:
+            token_ids, logprobs = self._sampler.sample(self._model.compute_logits(hidden, context), rows)
+        asked = [self.state.sampling[slot].logprobs for slot in rows.sampled_slot_list]
+        self.state.advance(rows, token_ids)
+        return PendingResult(plan.step, token_ids, logprobs, asked, self._copy_stream)
+
+    def _check_lockstep(self, mine: _Lockstep) -> None:
+        """Raise EngineError where another rank runs another step than this one (a debugging aid; it synchronises)."""
+        values = torch.tensor([mine.step, mine.rows, mine.tokens], device=self._ranks.device)
+        highest = self._ranks.communicator.all_reduce_max(torch.cat([values, -values]))
+        if not torch.equal(highest[:3], -highest[3:]):
+            raise EngineError(f"ranks have parted: this one runs {mine}, the highest values are {highest[:3].tolist()}")
