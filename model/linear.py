@@ -1,0 +1,80 @@
+"""Linear layers cut over ranks, after Megatron-LM (arXiv:1909.08053): by outputs, then by inputs and summed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.model.communicator import Communicator
+from paceline.model.parameter import Shard, ShardedParameter, ShardId, stack_shards
+from paceline.model.shard_plan import Span
+
+
+class MergedColumnParallelLinear(nn.Module):
+    """Several linear layers of one input as one matrix; each rank computes its span of every layer's outputs.
+
+    The checkpoint may hold the layers apart (one shard each) or stacked as here.
+    """
+
+    def __init__(self, in_features: int, out_spans: Mapping[ShardId, Span], *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        rows = sum(span.padded for span in out_spans.values())
+        self.weight = ShardedParameter((rows, in_features), dtype, stack_shards(out_spans, in_features))
+        self.bias = ShardedParameter((rows,), dtype, stack_shards(out_spans, None)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in_features] -> [T, the spans' padded widths in all]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """One linear layer, of whose outputs each rank computes a span."""
+
+    def __init__(self, in_features: int, out_span: Span, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__(in_features, {None: out_span}, bias=bias, dtype=dtype)
+
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """Query, key and value projections, cut by whole heads."""
+
+    def __init__(
+        self,
+        in_features: int,
+        query_heads: Span,
+        kv_heads: Span,
+        head_dim: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        kv_span = kv_heads.times(head_dim)
+        spans: dict[ShardId, Span] = {"q": query_heads.times(head_dim), "k": kv_span, "v": kv_span}
+        super().__init__(in_features, spans, bias=bias, dtype=dtype)
+        self._head_dim = head_dim
+        self._heads = (query_heads.padded, kv_heads.padded, kv_heads.padded)
+
+    def forward_heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, in_features] -> queries [T, H, head_dim], keys and values [T, K, head_dim], views of one tensor."""
+        heads = self(x).unflatten(-1, (-1, self._head_dim))
+        query, key, value = heads.split(self._heads, dim=1)
+        return query, key, value
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer, of whose inputs each rank has a span; the partial outputs are summed over ranks."""
+
+    def __init__(self, in_span: Span, out_features: int, *, bias: bool, comm: Communicator, dtype: torch.dtype) -> None:
+        super().__init__()
+        shards: dict[ShardId, Shard] = {None: Shard((out_features, in_span.total), 1, in_span)}
+        self.weight = ShardedParameter((out_features, in_span.padded), dtype, shards)
+        self.bias = ShardedParameter.replicated((out_features,), dtype) if bias else None
+        self._comm = comm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in_span.padded] -> [T, out_features], the same on every rank."""
+        out = self._comm.all_reduce(F.linear(x, self.weight))
+        # Every rank holds the whole bias: added before the sum it would count once a rank.
+        return out if self.bias is None else out.add_(self.bias)

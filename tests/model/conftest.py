@@ -1,0 +1,176 @@
+"""Tiny random checkpoints written by transformers, and this project's logits of them over a small paged cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from paceline.model.communicator import Communicator, run_simulated_ranks
+from paceline.model.config import ModelConfig
+from paceline.model.context import KVCache, StepContext
+from paceline.model.decoder import CausalLM
+from paceline.model.shard_plan import ShardPlan
+from paceline.model.weights import load_model
+
+FAMILIES: dict[str, tuple[type, type]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+Steps = Sequence[Sequence[tuple[int, int]]]
+"""For each step its (row, number of tokens) pairs, rows of one token first."""
+
+
+class TinyCheckpoint:
+    """A folder, and the transformers model that wrote it."""
+
+    def __init__(self, folder: Path, family: str, settings: dict[str, Any]) -> None:
+        config_class, model_class = FAMILIES[family]
+        torch.manual_seed(len(family) + settings["hidden_size"])
+        self.folder = folder
+        self.reference: PreTrainedModel = model_class(config_class(**settings)).eval()
+        for name, parameter in self.reference.named_parameters():
+            scale = 1.0 if name.endswith("bias") else 0.2  # B12: biases as large as N(0, 1)
+            parameter.data.normal_(1.0 if name.endswith("norm.weight") else 0.0, scale)
+        self.reference.save_pretrained(folder)
+
+    def reference_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[T, vocab_size] of transformers in float32."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self.reference(torch.tensor([token_ids])).logits[0]
+            return logits
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyCheckpoint]:
+    """tiny(family, **settings): the checkpoint of these settings, made once; not to be changed by tests."""
+    made: dict[str, TinyCheckpoint] = {}
+
+    def make(family: str, **changes: Any) -> TinyCheckpoint:
+        settings = TINY | ({"head_dim": 32} if family == "qwen3" else {}) | changes
+        key = family + json.dumps(settings, sort_keys=True)
+        if key not in made:
+            made[key] = TinyCheckpoint(tmp_path_factory.mktemp(family), family, settings)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def own_tiny(tmp_path: Path) -> Callable[..., TinyCheckpoint]:
+    """The same, made for one test, which may damage its files."""
+
+    def make(family: str = "llama", **changes: Any) -> TinyCheckpoint:
+        return TinyCheckpoint(tmp_path, family, TINY | changes)
+
+    return make
+
+
+class PagedRows:
+    """Rows of tokens over one cache of blocks in scattered order; what nobody wrote is NaN."""
+
+    def __init__(self, model: CausalLM, comm: Communicator, rows: Sequence[Sequence[int]], block_size: int = 4) -> None:
+        self._model = model
+        self._comm = comm
+        self._rows = rows
+        self._block_size = block_size
+        self._computed = [0] * len(rows)
+        blocks_per_row = -(-max(map(len, rows)) // block_size)
+        num_blocks = blocks_per_row * len(rows)
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
+        self._block_tables = order.view(len(rows), blocks_per_row).to(torch.int32)
+        config = model.config
+        heads = ShardPlan(config, comm.size).kv_heads(comm.rank).padded
+        shape = (num_blocks, block_size, heads, config.head_dim)
+        dtype = model.lm_head.weight.dtype
+        self.kv_caches: list[KVCache] = [
+            (torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
+            for _ in range(config.num_hidden_layers)
+        ]
+
+    def step(self, counts: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Compute so many more tokens of these rows; the logits [count, vocab_size] of each."""
+        ids, positions, slots, starts = [], [], [], [0]
+        for row, count in counts:
+            for position in range(self._computed[row], self._computed[row] + count):
+                block = int(self._block_tables[row, position // self._block_size])
+                ids.append(self._rows[row][position])
+                positions.append(position)
+                slots.append(block * self._block_size + position % self._block_size)
+            self._computed[row] += count
+            starts.append(len(ids))
+        chosen = [row for row, _ in counts]
+        seq_lens = [self._computed[row] for row in chosen]
+        ctx = StepContext(
+            positions=torch.tensor(positions, dtype=torch.int32),
+            slot_mapping=torch.tensor(slots),
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            block_tables=self._block_tables[chosen],
+            logits_rows=torch.arange(len(ids)),
+            kv_caches=self.kv_caches,
+            num_decode_rows=sum(count == 1 for _, count in counts),
+            max_query_len=max(count for _, count in counts),
+            max_seq_len=max(seq_lens),
+        )
+        with torch.inference_mode():
+            local = self._model.compute_logits(self._model(torch.tensor(ids), ctx), ctx)
+            whole = self._comm.all_gather(local)[:, : self._model.config.vocab_size]
+        return list(whole.split([count for _, count in counts]))
+
+
+@pytest.fixture(scope="session")
+def paged_rows() -> type[PagedRows]:
+    """The class, for tests that look into the cache."""
+    return PagedRows
+
+
+@pytest.fixture(scope="session")
+def logits_of() -> Callable[..., list[torch.Tensor]]:
+    """logits_of(folder, tp, rows, steps): [T, vocab_size] of each row, after checking that all ranks agree."""
+
+    def compute(folder: Path, tp: int, rows: Sequence[Sequence[int]], steps: Steps | None = None) -> list[torch.Tensor]:
+        config = ModelConfig.from_folder(folder)
+        steps = steps or [[(index, len(row)) for index, row in enumerate(rows)]]
+
+        def body(comm: Communicator) -> list[torch.Tensor]:
+            model = load_model(folder, config, comm, torch.device("cpu"), torch.float32, max_model_len=64)
+            paged = PagedRows(model, comm, rows)
+            parts: list[list[torch.Tensor]] = [[] for _ in rows]
+            for counts in steps:
+                for (row, _), logits in zip(counts, paged.step(counts), strict=True):
+                    parts[row].append(logits)
+            return [torch.cat(row_parts) for row_parts in parts]
+
+        by_rank = run_simulated_ranks(tp, body)
+        for other in by_rank[1:]:
+            assert all(torch.equal(mine, first) for mine, first in zip(other, by_rank[0], strict=True))
+        return by_rank[0]
+
+    return compute
