@@ -43,6 +43,9 @@ class EngineConfig:
     policy: str = "prompts-first"
     """Named scheduling policy: which requests a step's token budget goes to first."""
 
+    check_lockstep: bool = False
+    """Compare step number, rows and tokens across ranks in every step (slow; for debugging)."""
+
     def __post_init__(self) -> None:
         for name, choices in (("dtype", DTYPES), ("device", DEVICES), ("load_format", LOAD_FORMATS)):
             value = getattr(self, name)

@@ -83,10 +83,7 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities of one sampled token.
-
-    They come from the logits after penalties, bias and masks, before temperature.
-    """
+    """Natural-log probabilities of one sampled token under the model itself: before penalties, bias and temperature."""
 
     chosen: float
     top_ids: Sequence[int] = ()

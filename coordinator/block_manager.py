@@ -1,0 +1,159 @@
+"""The ledger of the cache: which request holds which block of keys and values.
+
+Every block is in one of three states: free (holds nothing worth keeping), cached (no request holds it, but the prefix
+cache can find it) or used (held by one or more requests). Free blocks are handed out first, then the cached one that
+was released longest ago. All operations cost O(1) a block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.coordinator.prefix_cache import PrefixCache, PrefixChain, PrefixMatch
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks that one request holds, in the order of its tokens."""
+
+    chain: PrefixChain
+    block_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUsage:
+    """How many blocks are in each state."""
+
+    free: int
+    cached: int
+    used: int
+
+
+class BlockManager:
+    """Hands out blocks and takes them back.
+
+    When a block becomes findable: as soon as a plan that computes its last token is made and its token values are
+    known, but only to later plans. Executors run plans in order, so whoever finds the block reads it after it was
+    written, even if the request that computes it is aborted or preempted meanwhile: a submitted plan still runs. A
+    step that fails ends the engine, and the cache with it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache | None) -> None:
+        """cache: None turns prefix sharing off."""
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._cache = cache
+        self._holders = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        # An OrderedDict is a doubly linked list with an index: O(1) removal anywhere, oldest first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be handed out."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def usage(self) -> BlockUsage:
+        return BlockUsage(len(self._free), len(self._cached), self._num_blocks - self.available)
+
+    def begin_plan(self) -> None:
+        """Blocks published before this call are findable for the plan made next."""
+        if self._cache is not None:
+            self._cache.begin_plan()
+
+    def match_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> PrefixMatch:
+        """Find the blocks that hold the beginning of token_ids, leaving at least one token to compute.
+
+        Nothing is taken yet: hand the match to `allocate` before any other call.
+        """
+        if self._cache is None:
+            return PrefixMatch([], next_is_coming=False)
+        return self._cache.match(table.chain, token_ids, (len(token_ids) - 1) // self._block_size)
+
+    def cost(self, match: PrefixMatch, num_tokens: int) -> int:
+        """By how much `available` falls when num_tokens tokens that begin with the match are allocated."""
+        revived = sum(self._holders[block_id] == 0 for block_id in match.block_ids)
+        return self._blocks_for(num_tokens) - len(match.block_ids) + revived
+
+    def allocate(self, table: BlockTable, match: PrefixMatch, num_tokens: int) -> None:
+        """Fill an empty table with the matched blocks and new ones, enough for num_tokens tokens.
+
+        The caller made sure that `cost` is at most `available`.
+        """
+        for block_id in match.block_ids:
+            if self._holders[block_id] == 0:
+                del self._cached[block_id]
+            self._holders[block_id] += 1
+        table.block_ids = list(match.block_ids)
+        for _ in range(self._blocks_for(num_tokens) - len(match.block_ids)):
+            self.append(table)
+
+    def append(self, table: BlockTable) -> int:
+        """Add one block to a table and return its id. The caller made sure that one is available."""
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id, _ = self._cached.popitem(last=False)
+            self._forget(block_id)
+        self._holders[block_id] = 1
+        table.block_ids.append(block_id)
+        return block_id
+
+    def release(self, table: BlockTable) -> None:
+        """Take back all blocks of a table; those that are findable stay so until they are handed out again."""
+        # Last block first, so that the end of a prefix is forgotten before the beginning it hangs on.
+        for block_id in reversed(table.block_ids):
+            self._holders[block_id] -= 1
+            if self._holders[block_id] == 0:
+                if self._cache is not None and block_id in self._cache:
+                    self._cached[block_id] = None
+                else:
+                    self._free.append(block_id)
+        table.block_ids = []
+        table.chain.rewind()
+
+    def publish(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+        """Make findable what is full of known tokens and computed by the plans made so far.
+
+        token_ids: all known ids; num_computed: how many leading tokens those plans compute.
+        """
+        num_full = min(num_computed, len(token_ids)) // self._block_size
+        if self._cache is None or num_full <= table.chain.num_published:
+            return
+        for block_id in self._cache.publish(table.chain, token_ids, table.block_ids, num_full):
+            if self._holders[block_id] == 0:
+                del self._cached[block_id]
+                self._free.append(block_id)
+
+    def check_invariants(self, tables: Iterable[BlockTable]) -> None:
+        """Raise AssertionError where the ledger disagrees with itself or with tables, all those in use."""
+        holders = Counter(block_id for table in tables for block_id in table.block_ids)
+        free, cached = set(self._free), set(self._cached)
+        if len(free) != len(self._free):
+            raise AssertionError("a block is free twice")
+        if free & cached or (free | cached) & holders.keys():
+            raise AssertionError("a block is in two states at once")
+        if len(free) + len(cached) + len(holders) != self._num_blocks:
+            raise AssertionError(
+                f"{len(free)} free + {len(cached)} cached + {len(holders)} used blocks are not {self._num_blocks}"
+            )
+        for block_id, count in enumerate(self._holders):
+            if count != holders[block_id]:
+                raise AssertionError(f"block {block_id} counts {count} holders, but {holders[block_id]} tables name it")
+        if self._cache is None:
+            return
+        self._cache.check_invariants()
+        if any(block_id in self._cache for block_id in free):
+            raise AssertionError("a free block is findable")
+        if not all(block_id in self._cache for block_id in cached):
+            raise AssertionError("a cached block is not findable")
+
+    def _forget(self, block_id: int) -> None:
+        if self._cache is not None:
+            self._cache.forget(block_id)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

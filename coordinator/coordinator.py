@@ -1,0 +1,210 @@
+"""The loop that owns all requests: takes them in, plans one step ahead of the device, and hands their tokens out."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from paceline.coordinator.block_manager import BlockManager, BlockTable
+from paceline.coordinator.config import EngineConfig
+from paceline.coordinator.errors import EngineError, InputError
+from paceline.coordinator.events import CoordinatorStats, RequestEvent, RequestTimings
+from paceline.coordinator.executor import Executor
+from paceline.coordinator.messages import Limits, StepResult, TokenLogprobs
+from paceline.coordinator.policies import policy_named
+from paceline.coordinator.prefix_cache import PrefixCache, PrefixChain
+from paceline.coordinator.request import Request, Status, check_prompt, resolve_sampling, resolve_stop_ids
+from paceline.coordinator.sampling_params import SamplingParams
+from paceline.coordinator.scheduler import ScheduledStep, Scheduler
+
+MAX_IN_FLIGHT = 2
+"""Steps submitted and not yet collected: one that runs, and one queued behind it."""
+
+
+class Coordinator:
+    """Runs requests on an executor. One thread owns it; nothing here blocks except `step`."""
+
+    def __init__(
+        self, config: EngineConfig, limits: Limits, executor: Executor, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises InputError where config names no known policy."""
+        self._limits = limits
+        self._executor = executor
+        self._clock = clock
+        self._max_len, self._max_len_setting = min(
+            (limits.max_model_len, "max_model_len"), (limits.num_blocks * config.block_size, "num_blocks * block_size")
+        )
+        cache = PrefixCache(config.block_size) if config.prefix_cache else None
+        self._scheduler = Scheduler(
+            BlockManager(limits.num_blocks, config.block_size, cache),
+            policy_named(config.policy),
+            max_running=config.max_num_seqs,
+            token_budget=config.max_batched_tokens,
+            block_size=config.block_size,
+        )
+        self._requests: dict[str, Request] = {}
+        self._in_flight: deque[ScheduledStep] = deque()
+        self._events: list[RequestEvent] = []
+        self._num_arrived = 0
+        self._generated_tokens = 0
+        self._finished: Counter[str] = Counter()
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        """Queue one request for one answer; the caller expands n > 1.
+
+        eos_token_ids: the model's end-of-text ids, which end the answer unless params.ignore_eos.
+        priority: lower goes first; equal ones in order of arrival.
+        cache_salt: only requests of the same salt share cached prefixes.
+
+        Raises InputError for what can never run as given: an id in use, a prompt that is empty, too long, or holds
+        something else than token ids of the vocabulary, and sampling rules outside it.
+        """
+        if request_id in self._requests:
+            raise InputError(f"request id {request_id!r} is in use: choose another")
+        if params.n != 1:
+            raise InputError(f"n is {params.n}: add one request per answer")
+        check_prompt(prompt_token_ids, self._limits.vocab_size, self._max_len, self._max_len_setting)
+        stop_ids = resolve_stop_ids(params, eos_token_ids, self._limits.vocab_size)
+        max_len = self._max_len
+        if params.max_tokens is not None:
+            max_len = min(max_len, len(prompt_token_ids) + params.max_tokens)
+        request = Request(
+            id=request_id,
+            token_ids=list(prompt_token_ids),
+            prompt_len=len(prompt_token_ids),
+            max_len=max_len,
+            sampling=resolve_sampling(params, stop_ids),
+            stop_ids=frozenset(stop_ids),
+            rank=(priority, self._num_arrived),
+            table=BlockTable(PrefixChain(cache_salt)),
+            arrived=self._clock(),
+            num_known=len(prompt_token_ids),
+        )
+        self._num_arrived += 1
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str, reason: str = "abort") -> None:
+        """End a request now; its last event, with this finish_reason, comes with the next `step`.
+
+        An id that is unknown or already finished is left alone: the caller cannot know what just ended.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            event = RequestEvent(request_id, (), (), request.prompt_len, request.cached_tokens)
+            self._finish(request, event, reason, self._clock())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._requests or self._in_flight or self._events)
+
+    def step(self) -> list[RequestEvent]:
+        """Keep the device busy and return what happened since the last call.
+
+        Waits only where there is no news yet and nothing more to submit. Raises EngineError where a rank failed.
+        """
+        self._collect_ready()
+        planned = len(self._in_flight) < MAX_IN_FLIGHT and self._submit_next()
+        self._collect_ready()  # an executor that computes in `submit` has the result already
+        must_wait = not planned or len(self._in_flight) == MAX_IN_FLIGHT
+        if self._in_flight and not self._events and must_wait:
+            self._collect(wait=True)
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> CoordinatorStats:
+        """Gauges and counters, for metrics."""
+        scheduler = self._scheduler
+        return CoordinatorStats(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            blocks=scheduler.blocks.usage,
+            steps=scheduler.num_steps,
+            preemptions=scheduler.num_preemptions,
+            prompt_tokens=scheduler.prompt_tokens,
+            cached_prompt_tokens=scheduler.cached_prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            finished=dict(self._finished),
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the bookkeeping contradicts itself; costs O(blocks), for tests."""
+        self._scheduler.check_invariants()
+
+    def _submit_next(self) -> bool:
+        """Plan and submit a step; False where no request can take a token before a result is back."""
+        scheduled = self._scheduler.schedule(self._clock())
+        if scheduled is None:
+            if self._requests and not self._in_flight:
+                raise EngineError("no request can go on and no step is in flight: the scheduler is stuck, restart")
+            return False
+        self._in_flight.append(scheduled)
+        self._executor.submit(scheduled.plan)
+        return True
+
+    def _collect_ready(self) -> None:
+        while self._in_flight and self._collect(wait=False):
+            pass
+
+    def _collect(self, *, wait: bool) -> bool:
+        result = self._executor.collect(wait)
+        if result is None:
+            return False
+        self._apply(self._in_flight.popleft(), result)
+        return True
+
+    def _apply(self, scheduled: ScheduledStep, result: StepResult) -> None:
+        """Hand each sampled token to its request, unless that ended while the step was in flight."""
+        self._check_result(scheduled, result)
+        now = self._clock()
+        logprobs = result.logprobs or (None,) * len(result.token_ids)
+        for request, token, logprob in zip(scheduled.sampled, result.token_ids, logprobs, strict=True):
+            if request.status is not Status.FINISHED:
+                self._append(request, token, logprob, now)
+
+    def _check_result(self, scheduled: ScheduledStep, result: StepResult) -> None:
+        step, count = scheduled.plan.step, len(scheduled.sampled)
+        if result.step != step or len(result.token_ids) != count:
+            raise EngineError(
+                f"ranks answered step {result.step} with {len(result.token_ids)} tokens, "
+                f"but step {step} samples {count}"
+            )
+        vocab_size = self._limits.vocab_size
+        if count and (min(result.token_ids) < 0 or max(result.token_ids) >= vocab_size):
+            bad = next(token for token in result.token_ids if not 0 <= token < vocab_size)
+            raise EngineError(f"ranks sampled token {bad} in step {step}, but the vocabulary has {vocab_size} tokens")
+
+    def _append(self, request: Request, token: int, logprob: TokenLogprobs | None, now: float) -> None:
+        request.token_ids.append(token)
+        self._generated_tokens += 1
+        self._scheduler.blocks.publish(request.table, request.token_ids, request.num_computed)
+        if request.first_token is None:
+            request.first_token = now
+        logprobs = () if logprob is None else (logprob,)
+        event = RequestEvent(request.id, (token,), logprobs, request.prompt_len, request.cached_tokens)
+        reason = request.finish_reason()
+        if reason is None:
+            self._events.append(event)
+        else:
+            event.stop_token = token if reason == "stop" else None
+            self._finish(request, event, reason, now)
+
+    def _finish(self, request: Request, event: RequestEvent, reason: str, now: float) -> None:
+        """Take a request out everywhere and hand out its last event."""
+        self._scheduler.finish(request)
+        del self._requests[request.id]
+        self._finished[reason] += 1
+        event.finish_reason = reason
+        event.timings = RequestTimings(request.arrived, request.first_scheduled, request.first_token, now)
+        self._events.append(event)

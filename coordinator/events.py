@@ -1,0 +1,58 @@
+"""What the coordinator reports: news of requests, and numbers about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.coordinator.block_manager import BlockUsage
+from paceline.coordinator.messages import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """Moments in a request's life, in seconds on the coordinator's clock; None where it did not get that far."""
+
+    arrived: float
+    first_scheduled: float | None
+    first_token: float | None
+    finished: float
+
+
+@dataclass(slots=True)
+class RequestEvent:
+    """News of one request: new tokens, its end, or both. Every request has exactly one event with a finish_reason."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    """New output tokens; a stop token is among them."""
+    logprobs: Sequence[TokenLogprobs]
+    """Parallel to token_ids, or empty where none were asked for."""
+    num_prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose keys and values were found in the prefix cache; always fewer than num_prompt_tokens."""
+    finish_reason: str | None = None
+    """None while it goes on; `stop`: a stop token; `length`: max_tokens or the model's length; else what `abort` was
+    given."""
+    stop_token: int | None = None
+    """The token id that ended it, where finish_reason is `stop`."""
+    timings: RequestTimings | None = None
+    """On the last event only."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorStats:
+    """Gauges of this moment, and counters since the start."""
+
+    waiting: int
+    running: int
+    blocks: BlockUsage
+    steps: int
+    preemptions: int
+    prompt_tokens: int
+    """Prompt tokens of the requests admitted so far, each request counted once."""
+    cached_prompt_tokens: int
+    """How many of these were found in the prefix cache."""
+    generated_tokens: int
+    finished: Mapping[str, int]
+    """Requests ended, by finish_reason."""

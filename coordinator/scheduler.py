@@ -1,0 +1,235 @@
+"""Decides what each step computes.
+
+There are no phases. A request has so many known tokens and so many computed ones, and a step gives it some of the
+difference. Prefill, chunked prefill, decode, prefix hits and resuming after preemption are that one rule.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.coordinator.block_manager import BlockManager
+from paceline.coordinator.messages import Admission, StepPlan, StepRows
+from paceline.coordinator.policies import Policy
+from paceline.coordinator.prefix_cache import PrefixMatch
+from paceline.coordinator.request import Request, Status
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A plan, and the requests that the result's tokens belong to, in order."""
+
+    plan: StepPlan
+    sampled: Sequence[Request]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making. Rows are (request, tokens to compute)."""
+
+    prompt_budget: int
+    decodes: list[Request] = field(default_factory=list)
+    """Rows of one token."""
+    prompts: list[tuple[Request, int]] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    block_appends: list[tuple[int, Sequence[int]]] = field(default_factory=list)
+    preempted: bool = False
+
+
+class Scheduler:
+    """Holds the requests that wait and those that run, both in order of rank, and plans steps for them.
+
+    A request is admitted only with the blocks of all its known tokens, so prompts never stall half-way; a running
+    answer that needs one more block preempts the request of the highest rank, if need be itself. So the request of
+    the lowest rank among those that run always goes on, and alone it always fits: the door lets in no other.
+    """
+
+    def __init__(self, blocks: BlockManager, policy: Policy, *, max_running: int, token_budget: int, block_size: int):
+        """token_budget: most tokens of a step; max_running: slots the ranks have."""
+        self.blocks = blocks
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.prompt_tokens = 0
+        """Prompt tokens of all requests admitted so far, each request counted once."""
+        self.cached_prompt_tokens = 0
+        """How many of these were found in the prefix cache."""
+        self._policy = policy
+        self._token_budget = token_budget
+        self._block_size = block_size
+        # Every running answer gets a token in every step, so more of them than the budget cannot run at once.
+        self._num_slots = min(max_running, token_budget)
+        self._free_slots = list(range(self._num_slots - 1, -1, -1))
+        self._freed_slots: list[int] = []
+        self._last_rows: StepRows | None = None
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        insort(self.waiting, request, key=_rank)
+
+    def finish(self, request: Request) -> None:
+        """Take out a request for good, and take back what it holds.
+
+        A step in flight may still write to its slot and blocks. That does no harm: ranks run plans in order, so
+        whatever reuses them comes later.
+        """
+        if request.status is Status.RUNNING:
+            self._vacate(request)
+            _remove(self.running, request)
+        else:
+            _remove(self.waiting, request)
+        request.status = Status.FINISHED
+
+    def schedule(self, now: float) -> ScheduledStep | None:
+        """Plan the next step; None where no request can take a token. now: stamps first admissions."""
+        self.blocks.begin_plan()
+        num_decodes = sum(request.num_pending == 1 for request in self.running)
+        draft = _Draft(self._policy.prompt_budget(self._token_budget, num_decodes))
+        self._continue_running(draft)
+        if not draft.preempted:
+            self._admit_waiting(draft, now)
+        if not draft.decodes and not draft.prompts:
+            return None
+        return self._finish_draft(draft)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the bookkeeping contradicts itself; costs O(blocks), for tests."""
+        self.blocks.check_invariants(request.table for request in (*self.running, *self.waiting))
+        for requests, status in ((self.running, Status.RUNNING), (self.waiting, Status.WAITING)):
+            if requests != sorted(requests, key=_rank) or any(request.status is not status for request in requests):
+                raise AssertionError(f"the requests that are {status.name} are out of order or not so")
+        slots = [*self._free_slots, *(request.slot for request in self.running)]
+        if sorted(slots) != list(range(self._num_slots)):
+            raise AssertionError("a slot is lost, or given twice")
+        for request in self.running:
+            held = len(request.table.block_ids) * self._block_size
+            if not request.num_computed <= min(held, request.num_known):
+                raise AssertionError(f"request {request.id} computes {request.num_computed} tokens in {held} places")
+        if any(request.table.block_ids or request.num_computed for request in self.waiting):
+            raise AssertionError("a waiting request holds blocks")
+
+    def _continue_running(self, draft: _Draft) -> None:
+        """Give running requests their tokens, lowest rank first, so that a victim never has a row in the draft."""
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            index += 1
+            pending = request.num_pending
+            if pending == 1:
+                if self._make_room(request, draft):
+                    request.num_computed += 1
+                    draft.decodes.append(request)
+            elif pending > 1 and draft.prompt_budget > 0:
+                self._add_prompt_row(request, pending, draft)
+
+    def _make_room(self, request: Request, draft: _Draft) -> bool:
+        """See that a request has a block for one more token; False where it had to be preempted itself."""
+        if request.num_computed < len(request.table.block_ids) * self._block_size:
+            return True
+        while self.blocks.available == 0:
+            victim = self.running[-1]
+            self._preempt(victim)
+            draft.preempted = True
+            if victim is request:
+                return False
+        draft.block_appends.append((request.slot, (self.blocks.append(request.table),)))
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        """Send a running request back to wait. Its tokens stay, and its blocks can be found until they are reused."""
+        self._vacate(victim)
+        self.running.remove(victim)
+        insort(self.waiting, victim, key=_rank)
+        victim.status = Status.WAITING
+        victim.num_computed = 0
+        victim.preemptions += 1
+        self.num_preemptions += 1
+
+    def _vacate(self, request: Request) -> None:
+        self.blocks.release(request.table)
+        self._free_slots.append(request.slot)
+        self._freed_slots.append(request.slot)
+        request.slot = -1
+
+    def _admit_waiting(self, draft: _Draft, now: float) -> None:
+        """Admit requests in order of rank until budget, slots or blocks run out; nobody overtakes."""
+        while self.waiting and self._free_slots and draft.prompt_budget > 0:
+            request = self.waiting[0]
+            if request.awaits_tokens:
+                return  # preempted with a sampled token still on its way; its history is not complete yet
+            match = self.blocks.match_prefix(request.table, request.token_ids)
+            # A block that this plan computes can be shared from the next plan on: waiting beats computing it twice.
+            if match.next_is_coming or not self._fits(request, match):
+                return
+            del self.waiting[0]
+            self._admit(request, match, draft, now)
+
+    def _fits(self, request: Request, match: PrefixMatch) -> bool:
+        # One block stays in reserve for each running request, or the newcomer would soon be preempted.
+        return self.blocks.cost(match, request.num_known) + len(self.running) <= self.blocks.available
+
+    def _admit(self, request: Request, match: PrefixMatch, draft: _Draft, now: float) -> None:
+        self.blocks.allocate(request.table, match, request.num_known)
+        request.status = Status.RUNNING
+        request.slot = self._free_slots.pop()
+        request.num_computed = len(match.block_ids) * self._block_size
+        if request.first_scheduled is None:
+            request.first_scheduled = now
+            request.cached_tokens = request.num_computed
+            self.prompt_tokens += request.prompt_len
+            self.cached_prompt_tokens += request.num_computed
+        insort(self.running, request, key=_rank)
+        draft.admissions.append(
+            Admission(
+                slot=request.slot,
+                token_ids=tuple(request.token_ids),
+                prompt_len=request.prompt_len,
+                num_computed=request.num_computed,
+                block_ids=tuple(request.table.block_ids),
+                sampling=request.sampling,
+            )
+        )
+        self._add_prompt_row(request, request.num_pending, draft)
+
+    def _add_prompt_row(self, request: Request, pending: int, draft: _Draft) -> None:
+        count = min(pending, draft.prompt_budget)
+        draft.prompt_budget -= count
+        draft.prompts.append((request, count))
+        request.num_computed += count
+        self.blocks.publish(request.table, request.token_ids, request.num_computed)
+
+    def _finish_draft(self, draft: _Draft) -> ScheduledStep:
+        ones = [request for request, count in draft.prompts if count == 1]
+        longer = [(request, count) for request, count in draft.prompts if count > 1]
+        in_order = [*draft.decodes, *ones, *(request for request, _ in longer)]
+        samples = [request.num_computed == request.num_known for request in in_order]
+        rows = StepRows(
+            slots=[request.slot for request in in_order],
+            counts=[1] * (len(draft.decodes) + len(ones)) + [count for _, count in longer],
+            samples=samples,
+        )
+        sampled = [request for request, sample in zip(in_order, samples, strict=True) if sample]
+        for request in sampled:
+            request.num_known += 1
+        plan = StepPlan(
+            step=self.num_steps,
+            freed=self._freed_slots,
+            admissions=draft.admissions,
+            block_appends=draft.block_appends,
+            rows=None if rows == self._last_rows else rows,
+        )
+        self.num_steps += 1
+        self._last_rows = rows
+        self._freed_slots = []
+        return ScheduledStep(plan, sampled)
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank
+
+
+def _remove(ordered: list[Request], request: Request) -> None:
+    del ordered[bisect_left(ordered, request.rank, key=_rank)]

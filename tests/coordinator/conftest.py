@@ -1,0 +1,267 @@
+"""A worker made of plain Python, and a harness that runs a coordinator against it.
+
+The worker knows nothing but the plans. It keeps slots, tokens and block tables as a rank would, and a cache in which
+each place holds the hash of all tokens up to its position. Whoever reads a block that was not written, was overwritten,
+or belongs to another history, is caught at once; every rule of the messages is checked on the way.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from paceline.coordinator.config import EngineConfig
+from paceline.coordinator.coordinator import Coordinator
+from paceline.coordinator.events import RequestEvent
+from paceline.coordinator.messages import (
+    Admission,
+    Limits,
+    RowSampling,
+    StepPlan,
+    StepResult,
+    StepRows,
+    TokenLogprobs,
+)
+from paceline.coordinator.sampling_params import SamplingParams
+
+VOCAB_SIZE = 1000
+EMPTY = 0
+
+
+def extend_hash(previous: int, token: int) -> int:
+    """Stands for the key and value of a token, which depend on everything before it."""
+    return hash((previous, token))
+
+
+def toy_token(prefix_hash: int, num_output: int, sampling: RowSampling) -> int:
+    """The toy model: the next token depends on the whole history, the output's length, and the request's seed."""
+    token = hash((prefix_hash, num_output, sampling.seed)) % VOCAB_SIZE
+    while token in sampling.stop_ids and num_output < sampling.min_tokens:
+        token = (token + 1) % VOCAB_SIZE
+    return token
+
+
+@dataclass
+class Slot:
+    """A row of the worker's state."""
+
+    tokens: list[int]
+    prompt_len: int
+    num_computed: int
+    blocks: list[int]
+    sampling: RowSampling
+    hashes: list[int] = field(default_factory=list)
+    """What the cache must hold for each computed token."""
+
+
+class MirrorExecutor:
+    """Rebuilds the workers' state from the plans alone, and fails on the first plan that breaks a rule.
+
+    A result is ready `delay` steps after its own: 0 computes in submit, 1 behaves as a device does.
+    """
+
+    def __init__(self, config: EngineConfig, limits: Limits, delay: Callable[[], int]) -> None:
+        self.plans: list[StepPlan] = []
+        self.rows: list[StepRows] = []
+        self.token_counts: list[int] = []
+        self.admissions: list[Admission] = []
+        self.slots: dict[int, Slot] = {}
+        self.most_in_flight = 0
+        self._config = config
+        self._limits = limits
+        self._delay = delay
+        self._cache = [[EMPTY] * config.block_size for _ in range(limits.num_blocks)]
+        self._holders: Counter[int] = Counter()
+        self._results: deque[StepResult] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        assert plan.step == len(self.plans), "plans are numbered without gaps"
+        self.plans.append(plan)
+        for slot in plan.freed:
+            self._holders.subtract(self.slots.pop(slot).blocks)
+        for admission in plan.admissions:
+            self._admit(admission)
+        for slot, blocks in plan.block_appends:
+            self._give_blocks(self.slots[slot], blocks)
+        rows = plan.rows if plan.rows is not None else self.rows[-1]
+        self.rows.append(rows)
+        self._check_rows(rows)
+        self._results.append(self._compute(plan.step, rows))
+        self.most_in_flight = max(self.most_in_flight, len(self._results))
+
+    def collect(self, wait: bool) -> StepResult | None:
+        if wait:
+            assert self._results, "waiting for a result that no step will give"
+            return self._results.popleft()
+        if len(self._results) > self._delay():
+            return self._results.popleft()
+        return None
+
+    def _admit(self, admission: Admission) -> None:
+        assert admission.slot not in self.slots, "a slot is given away while in use"
+        assert 0 <= admission.slot < self._config.max_num_seqs
+        assert 0 < admission.prompt_len <= len(admission.token_ids)
+        assert 0 <= admission.num_computed < len(admission.token_ids), "at least one token is computed"
+        tokens = list(admission.token_ids)
+        slot = Slot(tokens, admission.prompt_len, admission.num_computed, [], admission.sampling)
+        previous = EMPTY
+        for token in tokens[: admission.num_computed]:
+            previous = extend_hash(previous, token)
+            slot.hashes.append(previous)
+        self._give_blocks(slot, admission.block_ids)
+        self.slots[admission.slot] = slot
+        self._check_readable(slot)
+        self.admissions.append(admission)
+
+    def _give_blocks(self, slot: Slot, blocks: Sequence[int]) -> None:
+        assert all(0 <= block < self._limits.num_blocks for block in blocks)
+        slot.blocks.extend(blocks)
+        self._holders.update(blocks)
+        assert len(set(slot.blocks)) == len(slot.blocks), "a block stands twice in one table"
+
+    def _check_rows(self, rows: StepRows) -> None:
+        assert len(rows.slots) == len(rows.counts) == len(rows.samples) > 0
+        assert len(set(rows.slots)) == len(rows.slots), "a slot has two rows"
+        assert all(count >= 1 for count in rows.counts)
+        self.token_counts.append(sum(rows.counts))
+        assert self.token_counts[-1] <= self._config.max_batched_tokens
+        ones = [count == 1 for count in rows.counts]
+        assert ones == sorted(ones, reverse=True), "rows of one token come first"
+
+    def _compute(self, step: int, rows: StepRows) -> StepResult:
+        parts = list(zip(rows.slots, rows.counts, rows.samples, strict=True))
+        for slot_id, count, _ in parts:
+            self._store(self.slots[slot_id], count)
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for slot_id, _, samples in parts:
+            slot = self.slots[slot_id]
+            self._check_readable(slot)
+            assert samples == (slot.num_computed == len(slot.tokens)), "sampling is for the last known token"
+            if samples:
+                token = toy_token(slot.hashes[-1], len(slot.tokens) - slot.prompt_len, slot.sampling)
+                slot.tokens.append(token)
+                token_ids.append(token)
+                logprobs.append(TokenLogprobs(-float(token)) if slot.sampling.logprobs >= 0 else None)
+        return StepResult(step, token_ids, logprobs if any(logprobs) else ())
+
+    def _store(self, slot: Slot, count: int) -> None:
+        """Compute count tokens: what was read from the cache goes into what is written."""
+        size = self._config.block_size
+        assert slot.num_computed + count <= len(slot.tokens), "only known tokens can be computed"
+        for position in range(slot.num_computed, slot.num_computed + count):
+            block = slot.blocks[position // size]
+            assert self._holders[block] == 1, "a shared block is overwritten"
+            value = extend_hash(slot.hashes[-1] if slot.hashes else EMPTY, slot.tokens[position])
+            self._cache[block][position % size] = value
+            slot.hashes.append(value)
+        slot.num_computed += count
+        assert slot.num_computed < self._limits.max_model_len, "the last token of an answer is never computed"
+
+    def _check_readable(self, slot: Slot) -> None:
+        """The whole history is in the cache, where the block table says."""
+        size = self._config.block_size
+        assert len(slot.hashes) == slot.num_computed
+        for index in range(-(-slot.num_computed // size)):
+            expected = slot.hashes[index * size : (index + 1) * size]
+            assert self._cache[slot.blocks[index]][: len(expected)] == expected, "a block holds another history"
+
+
+@dataclass
+class Answer:
+    """What came out for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    final: RequestEvent | None = None
+
+
+class Harness:
+    """A coordinator on a MirrorExecutor; checks all invariants after every step."""
+
+    def __init__(
+        self, *, num_blocks: int, max_model_len: int, delay: int | None, seed: int, **settings: object
+    ) -> None:
+        self.config = EngineConfig(model="toy", **settings)
+        limits = Limits(vocab_size=VOCAB_SIZE, max_model_len=max_model_len, num_blocks=num_blocks)
+        generator = random.Random(seed)
+        self.executor = MirrorExecutor(
+            self.config, limits, delay=lambda: generator.randint(0, 1) if delay is None else delay
+        )
+        self.now = 0.0
+        self.coordinator = Coordinator(self.config, limits, self.executor, clock=lambda: self.now)
+        self.answers: dict[str, Answer] = {}
+
+    def add(self, request_id: str, prompt: Sequence[int], **kwargs: object) -> None:
+        """Sampling parameters and options of add_request, by their names; seed 0 where none is given."""
+        options = {name: kwargs.pop(name) for name in ("eos_token_ids", "priority", "cache_salt") if name in kwargs}
+        self.coordinator.add_request(request_id, prompt, SamplingParams(**{"seed": 0, **kwargs}), **options)
+        assert request_id not in self.answers
+        self.answers[request_id] = Answer()
+
+    def step(self) -> list[RequestEvent]:
+        self.now += 1.0
+        events = self.coordinator.step()
+        self.coordinator.check_invariants()
+        for event in events:
+            answer = self.answers[event.request_id]
+            assert answer.final is None, "an event came after the last one"
+            answer.tokens.extend(event.token_ids)
+            answer.logprobs.extend(event.logprobs)
+            if event.finish_reason is not None:
+                answer.final = event
+        return events
+
+    def run(self) -> dict[str, list[int]]:
+        """Step until nothing is left; the output tokens of every request so far."""
+        while self.coordinator.has_work:
+            self.step()
+        assert all(answer.final is not None for answer in self.answers.values())
+        usage = self.coordinator.stats().blocks
+        assert usage.used == 0
+        return {request_id: answer.tokens for request_id, answer in self.answers.items()}
+
+    def final(self, request_id: str) -> RequestEvent:
+        event = self.answers[request_id].final
+        assert event is not None, "the request goes on"
+        return event
+
+
+@pytest.fixture
+def make_harness() -> Callable[..., Harness]:
+    """Build a harness; delay None makes each result ready at once or a step later, by chance."""
+
+    def build(
+        *, num_blocks: int = 200, max_model_len: int = 400, delay: int | None = 1, seed: int = 0, **settings: object
+    ) -> Harness:
+        return Harness(
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            delay=delay,
+            seed=seed,
+            **{"block_size": 4, "max_num_seqs": 8, "max_batched_tokens": 32, **settings},
+        )
+
+    return build
+
+
+@pytest.fixture
+def toy_answer() -> Callable[..., list[int]]:
+    """What a request must answer, computed without any engine."""
+
+    def answer(prompt: Iterable[int], max_tokens: int, *, seed: int = 0, stop_ids: Sequence[int] = ()) -> list[int]:
+        prefix_hash = EMPTY
+        for token in prompt:
+            prefix_hash = extend_hash(prefix_hash, token)
+        sampling = RowSampling(temperature=1.0, seed=seed)
+        tokens: list[int] = []
+        while len(tokens) < max_tokens and not (tokens and tokens[-1] in stop_ids):
+            tokens.append(toy_token(prefix_hash, len(tokens), sampling))
+            prefix_hash = extend_hash(prefix_hash, tokens[-1])
+        return tokens
+
+    return answer
