@@ -1,0 +1,130 @@
+"""Flatten a step's rows into token ids, positions and cache slots, on the device."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 64
+
+
+def prepare_inputs(
+    token_table: torch.Tensor,
+    computed_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    num_tokens: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (input_ids, positions, slot_mapping) of a step's T = num_tokens tokens: [T] int64, [T] int32, [T] int64.
+
+    Row r is the request in slot s = slots[r]. It runs its tokens from computed_lens[s] on, as many as
+    query_start[r + 1] - query_start[r].
+
+    token_table: [S, P] int32, each slot's known tokens. computed_lens: [S] int32. block_tables: [S, B] int32.
+    slots: [R] int64. query_start: [R + 1] int32, from 0. The tables are contiguous.
+    Tokens from query_start[R] on are padding: id 0, position 0, slot mapping -1.
+    """
+    run = prepare_inputs_triton if query_start.is_cuda else prepare_inputs_reference
+    return run(token_table, computed_lens, block_tables, slots, query_start, num_tokens, block_size)
+
+
+def prepare_inputs_reference(
+    token_table: torch.Tensor,
+    computed_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    num_tokens: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`prepare_inputs` in plain PyTorch."""
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=query_start.device)
+    row = torch.searchsorted(query_start[1:], tokens, right=True)
+    padding = row == slots.shape[0]
+    row = row.clamp_(max=slots.shape[0] - 1)
+    slot = slots[row]
+    positions = (computed_lens[slot] + tokens - query_start[row]).masked_fill_(padding, 0)
+    input_ids = token_table[slot, positions].long().masked_fill_(padding, 0)
+    block_ids = block_tables[slot, positions // block_size].long()
+    slot_mapping = (block_ids * block_size + positions % block_size).masked_fill_(padding, -1)
+    return input_ids, positions, slot_mapping
+
+
+def prepare_inputs_triton(
+    token_table: torch.Tensor,
+    computed_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    num_tokens: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`prepare_inputs` by a Triton kernel."""
+    device = query_start.device
+    input_ids = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    positions = torch.empty(num_tokens, dtype=torch.int32, device=device)
+    slot_mapping = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    _prepare_inputs_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
+        token_table,
+        computed_lens,
+        block_tables,
+        slots,
+        query_start,
+        input_ids,
+        positions,
+        slot_mapping,
+        slots.shape[0],
+        num_tokens,
+        token_table.shape[1],
+        block_tables.shape[1],
+        block_size,
+        _BLOCK,
+        num_warps=4,
+    )
+    return input_ids, positions, slot_mapping
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens"],
+    do_not_specialize_on_alignment=["slots_ptr", "query_start_ptr"],
+)
+def _prepare_inputs_kernel(
+    token_table_ptr: tl.tensor,
+    computed_lens_ptr: tl.tensor,
+    block_tables_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    query_start_ptr: tl.tensor,
+    input_ids_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_tokens: tl.tensor,
+    token_table_width: tl.tensor,
+    block_table_width: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK tokens."""
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # A token's row is the number of rows that end at or before it.
+    row = tl.zeros((BLOCK,), dtype=tl.int32)
+    for first in range(0, num_rows, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        ends = tl.load(query_start_ptr + 1 + rows, mask=rows < num_rows, other=2**31 - 1)
+        row += tl.sum((ends[None, :] <= tokens[:, None]).to(tl.int32), axis=1)
+    real = (row < num_rows) & (tokens < num_tokens)
+    slot = tl.load(slots_ptr + row, mask=real, other=0)
+    computed = tl.load(computed_lens_ptr + slot, mask=real, other=0)
+    start = tl.load(query_start_ptr + row, mask=real, other=0)
+    position = tl.where(real, computed + tokens - start, 0)
+    input_id = tl.load(token_table_ptr + slot * token_table_width + position, mask=real, other=0)
+    block_column = position // BLOCK_SIZE
+    block_id = tl.load(block_tables_ptr + slot * block_table_width + block_column, mask=real, other=0).to(tl.int64)
+    cache_slot = tl.where(real, block_id * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    mask = tokens < num_tokens
+    tl.store(input_ids_ptr + tokens, input_id.to(tl.int64), mask=mask)
+    tl.store(positions_ptr + tokens, position, mask=mask)
+    tl.store(slot_mapping_ptr + tokens, cache_slot, mask=mask)

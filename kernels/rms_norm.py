@@ -1,0 +1,140 @@
+"""Root-mean-square layer normalisation (Zhang & Sennrich, arXiv 1910.07467), alone and after a residual addition."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_ELEMENTS_PER_PROGRAM = 1024
+"""Short rows (the norms of single heads) share a program up to this many elements."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return weight * x / sqrt(mean(x^2) + eps), the mean over the last dimension, as a new contiguous tensor.
+
+    Computed in float32 and rounded to x's dtype before the multiplication by the weight, as in transformers.
+
+    x: [T, N] or [T, H, N]; N is contiguous, the other strides are free (heads within a fused projection, say).
+    weight: [N], of x's dtype.
+    """
+    return rms_norm_triton(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (rms_norm(x + residual), x + residual) as new tensors.
+
+    The sum is rounded to x's dtype, and the norm is that of the rounded sum.
+
+    x, residual: [T, N], contiguous. weight: [N]. All of one dtype.
+    """
+    if x.is_cuda:
+        return add_rms_norm_triton(x, residual, weight, eps)
+    return add_rms_norm_reference(x, residual, weight, eps)
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm` in plain PyTorch."""
+    x32 = x.float()
+    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (x32 * scale).to(x.dtype) * weight
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` in plain PyTorch."""
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total
+
+
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm` by a Triton kernel."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    size = x.shape[-1]
+    num_rows = x.numel() // size
+    inner, outer_stride, inner_stride = (x.shape[1], x.stride(0), x.stride(1)) if x.dim() == 3 else (1, x.stride(0), 0)
+    block, block_rows, num_warps = _tile(size)
+    _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+        x, weight, out, num_rows, outer_stride, inner_stride, eps, inner, size, block_rows, block, num_warps=num_warps
+    )
+    return out
+
+
+def add_rms_norm_triton(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` by a Triton kernel."""
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    size = x.shape[-1]
+    num_rows = x.numel() // size
+    block, block_rows, num_warps = _tile(size)
+    _add_rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+        x, residual, weight, out, total, num_rows, eps, size, block_rows, block, num_warps=num_warps
+    )
+    return out, total
+
+
+def _tile(size: int) -> tuple[int, int, int]:
+    """Return (columns, rows, warps) of a program for rows of `size`."""
+    block = triton.next_power_of_2(size)
+    block_rows = max(1, _ELEMENTS_PER_PROGRAM // block)
+    return block, block_rows, min(max(block * block_rows // 512, 1), 16)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    outer_stride: tl.tensor,
+    inner_stride: tl.tensor,
+    eps: tl.tensor,
+    INNER: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < num_rows) & (columns < SIZE)
+    x = tl.load(x_ptr + rows // INNER * outer_stride + rows % INNER * inner_stride + columns, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0)
+    tl.store(out_ptr + rows * SIZE + columns, _normalise(x, weight, eps, SIZE), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_rms_norm_kernel(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < num_rows) & (columns < SIZE)
+    offsets = rows * SIZE + columns
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0)
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(total_ptr + offsets, total, mask=mask)
+    tl.store(out_ptr + offsets, _normalise(total, weight, eps, SIZE), mask=mask)
+
+
+@triton.jit
+def _normalise(x: tl.tensor, weight: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Return the norm of the rows of x, whose columns past SIZE are zero."""
+    x32 = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / SIZE + eps)
+    normed = (x32 * scale[:, None]).to(x.dtype)
+    return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)

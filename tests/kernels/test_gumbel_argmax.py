@@ -1,0 +1,184 @@
+"""Sampling by Gumbel noise: the argmax at temperature 0, the softmax above it, the same draws for the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from paceline.kernels.gumbel_argmax import (
+    gumbel_argmax,
+    gumbel_argmax_reference,
+    gumbel_argmax_triton,
+    gumbel_noise,
+    token_ids_of,
+)
+
+Sample = Callable[..., torch.Tensor]
+INF, NAN = float("inf"), float("nan")
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+BOTH = pytest.mark.parametrize("sample", [gumbel_argmax_reference, gumbel_argmax_triton])
+
+
+def scores_of(keys: torch.Tensor) -> torch.Tensor:
+    ordered = (keys >> 32).to(torch.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+def rows(num_rows: int, temperature: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return temperatures, seeds (any 64 bits) and positions."""
+    return (
+        torch.full((num_rows,), temperature, device=device),
+        torch.randint(-(2**63), 2**63 - 1, (num_rows,), device=device),
+        torch.randint(2**17, (num_rows,), dtype=torch.int32, device=device),
+    )
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("logits", "winner"),
+    [
+        ([1.0, 3.0, 2.0], 1),
+        ([-5.0, -3.0, -4.0], 1),
+        ([2.0, 7.0, 7.0], 1),
+        ([-0.0, 0.0, -1.0], 0),
+        ([0.0, -0.0, -1.0], 0),
+        ([NAN, -9.0, NAN], 1),
+        ([-INF, -INF, -1e38], 2),
+        ([-INF, -INF, -INF], 0),
+        ([NAN, NAN, NAN], 0),
+        ([1.0, INF, 3.0], 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_temperature_zero_is_argmax(
+    sample: Sample, logits: list[float], winner: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    keys = sample(torch.tensor([logits], device=device).to(dtype), *rows(1, 0.0, device), 0, 3)
+    assert token_ids_of(keys).tolist() == [winner]
+
+
+@BOTH
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_shards_agree_with_the_whole_vocabulary(sample: Sample, temperature: float, device: torch.device) -> None:
+    logits, settings = torch.randn(6, 300, device=device), rows(6, temperature, device)
+    whole = sample(logits, *settings, 0, 300)
+    keys = []
+    for start, stop in ((0, 128), (128, 256), (256, 300), (300, 300)):
+        shard = torch.full((6, 128), 1e9, device=device)
+        shard[:, : stop - start] = logits[:, start:stop]
+        keys.append(sample(shard, *settings, start, stop - start))
+    assert torch.equal(torch.stack(keys).amax(0), whole)
+
+
+@BOTH
+def test_an_empty_shard_loses_to_a_shard_of_impossible_tokens(sample: Sample, device: torch.device) -> None:
+    settings = rows(1, 0.0, device)
+    impossible = sample(torch.full((1, 4), -INF, device=device), *settings, 2**31 - 5, 4)
+    assert sample(torch.full((1, 4), INF, device=device), *settings, 0, 0) < impossible
+
+
+@BOTH
+def test_rows_do_not_depend_on_their_batch(sample: Sample, device: torch.device) -> None:
+    logits = torch.randn(5, 200, device=device)
+    temperature, seeds, positions = rows(5, 1.0, device)
+    temperature[2] = 0.0
+    batch = sample(logits, temperature, seeds, positions, 0, 200)
+    for row in range(5):
+        alone = slice(row, row + 1)
+        single = sample(logits[alone].contiguous(), temperature[alone], seeds[alone], positions[alone].long(), 0, 200)
+        assert torch.equal(single, batch[alone])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernel_equals_reference(dtype: torch.dtype, device: torch.device) -> None:
+    logits = torch.randn(4, 5000, device=device).to(dtype)
+    settings = (torch.tensor([0.0, 0.5, 1.0, 3.0], device=device), *rows(4, 0.0, device)[1:])
+    actual = gumbel_argmax_triton(logits, *settings, 1000, 4990)
+    expected = gumbel_argmax_reference(logits, *settings, 1000, 4990)
+    assert torch.equal(token_ids_of(actual), token_ids_of(expected))
+    torch.testing.assert_close(scores_of(actual), scores_of(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_kernel_noise_equals_reference(device: torch.device) -> None:
+    _, seeds, positions = rows(200, 1.0, device)
+    noise = gumbel_noise(seeds, positions, torch.tensor([77], device=device))
+    keys = gumbel_argmax_triton(
+        torch.zeros(200, 1, device=device), torch.ones(200, device=device), seeds, positions, 77, 1
+    )
+    torch.testing.assert_close(scores_of(keys), noise[:, 0], rtol=1e-6, atol=1e-6)
+
+
+def test_noise_never_changes_between_versions() -> None:
+    noise = gumbel_noise(torch.tensor([42, -1]), torch.tensor([0, 7]), torch.tensor([0, 1, 49151]))
+    torch.testing.assert_close(
+        noise, torch.tensor([[0.192881, 6.657438, -1.04831], [1.582377, 0.00158, 0.444759]]), rtol=0, atol=2e-6
+    )
+
+
+def test_noise_is_standard_gumbel() -> None:
+    noise = gumbel_noise(torch.arange(20), torch.arange(20), torch.arange(50000))
+    assert noise.isfinite().all()
+    uniform = torch.exp(-torch.exp(-noise.double())).flatten().sort().values
+    count = uniform.numel()
+    # Kolmogorov and Smirnov's statistic exceeds this once in a thousand samples.
+    distance = (uniform - (torch.arange(count) + 0.5) / count).abs().max()
+    assert distance < 1.95 / count**0.5
+    # The tail decides what is sampled: as many values above 10 as the distribution has, within four deviations.
+    expected = count * (1 - torch.exp(-torch.exp(torch.tensor(-10.0, dtype=torch.float64))))
+    assert abs((noise > 10).sum() - expected) < 4 * expected.sqrt()
+
+
+@pytest.mark.parametrize(
+    ("seeds", "positions"),
+    [
+        (torch.zeros(64, dtype=torch.int64), torch.arange(64)),
+        (torch.arange(64), torch.zeros(64, dtype=torch.int64)),
+        (torch.arange(64) << 32, torch.arange(64)),
+        (torch.arange(64) * GOLDEN, 64 - torch.arange(64)),
+    ],
+    ids=["positions", "seeds", "high halves of seeds", "seeds that undo positions"],
+)
+def test_rows_are_independent(seeds: torch.Tensor, positions: torch.Tensor) -> None:
+    noise = gumbel_noise(seeds, positions, torch.arange(20000))
+    correlations = torch.corrcoef(noise).fill_diagonal_(0)
+    # Of 2,016 pairs of independent rows, one is beyond five deviations once in nine hundred tries.
+    assert correlations.abs().max() < 5 / 20000**0.5
+    for lag in (1, 2, 64, 1024):
+        assert torch.corrcoef(torch.stack((noise[:, lag:].flatten(), noise[:, :-lag].flatten())))[0, 1].abs() < 5e-3
+
+
+def test_no_two_rows_are_equal() -> None:
+    edges = torch.tensor([-(2**63), -(2**32), -2, -1, 0, 1, 2, 3, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1, GOLDEN])
+    seeds, positions = torch.cartesian_prod(edges, torch.arange(3000)).unbind(1)
+    noise = gumbel_noise(seeds, positions, torch.arange(4))
+    assert len(torch.unique(noise, dim=0)) == len(seeds)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("vary", ["positions", "seeds"])
+def test_samples_follow_the_softmax(temperature: float, vary: str) -> None:
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, 0.0, -1.0, -2.0, -INF])
+    draws = 20000
+    counter, constant = torch.arange(draws), torch.full((draws,), 1234)
+    seeds, positions = (constant, counter) if vary == "positions" else (counter, constant)
+    keys = gumbel_argmax(logits.repeat(draws, 1), torch.full((draws,), temperature), seeds, positions, 0, 8)
+    counts = torch.bincount(token_ids_of(keys), minlength=8).double()
+    expected = draws * (logits.double() / temperature).softmax(0)
+    assert counts[7] == 0
+    chi_square = ((counts - expected)[:7] ** 2 / expected[:7]).sum()
+    assert chi_square < 27.86, "beyond the 0.9999 quantile of six degrees of freedom"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_large(dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    logits = torch.randn(64, 151936, device=device).to(dtype)
+    settings = rows(64, 0.8, device)
+    settings[0][::2] = 0.0
+    actual = gumbel_argmax(logits, *settings, 0, 151900)
+    expected = gumbel_argmax_reference(*(tensor.cpu() for tensor in (logits, *settings)), 0, 151900)
+    assert torch.equal(actual.cpu()[::2], expected[::2])
+    torch.testing.assert_close(scores_of(actual).cpu(), scores_of(expected), rtol=1e-6, atol=1e-6)
