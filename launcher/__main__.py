@@ -1,0 +1,56 @@
+"""The program: `python -m paceline.launcher COMMAND …`, one process a rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from paceline.coordinator.errors import EngineError, InputError
+from paceline.launcher import generate
+from paceline.launcher.options import OneLineParser
+
+EXIT_ENGINE_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run a command; a failure is one line on stderr and a non-zero exit status on every rank."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: list[str]) -> int:
+    """Run a command and return the process's exit status."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        parser = OneLineParser(prog="paceline", description="Tensor-parallel inference of language models.")
+        commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=OneLineParser)
+        generate.add_parser(commands)
+        if rank > 0 and {"-h", "--help"} & set(argv):
+            return 0  # rank 0 prints it
+        arguments = parser.parse_args(argv)
+        arguments.run(arguments)
+    except InputError as error:
+        # Every rank meets the same bad input, or is told of it; one of them says so.
+        if rank == 0:
+            _say(str(error))
+        return EXIT_BAD_INPUT
+    except EngineError as error:
+        if rank == 0:
+            _say(str(error))
+        return EXIT_ENGINE_FAILED
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); nothing more can be said on stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ENGINE_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _say(message: str) -> None:
+    print(f"paceline: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Token ids to text while they are generated: the join of the pieces is what decoding all ids at once gives.
+
+A token's text depends on its neighbours: a character may be spread over several tokens, SentencePiece drops the space
+before the first word, and a run of its byte tokens becomes text or, where any of it is no UTF-8, only U+FFFD. So a
+window of the last tokens is decoded, and the part of its text that was not shown yet is new. Three rules make it exact:
+
+- A U+FFFD at the end of the text may be the beginning of a character: it is held back.
+- While the last token is a byte token (`<0xE4>`), later ones may change the text of all byte tokens before it: nothing
+  is shown until the run ends.
+- The window keeps enough tokens that it holds a whole character, even if a torn one begins and a torn one ends it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT = "\ufffd"
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+WINDOW_LIMIT = 24
+"""Tokens decoded at once before old ones are forgotten."""
+WINDOW_KEPT = 12
+"""At least a byte each: up to 3 of a character that began earlier, up to 3 of one that is not complete, and between
+them more than the 4 of the longest character."""
+
+
+class Detokenizer:
+    """The text of one request's output, piece by piece."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._skipped_ids = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._window: list[int] = []
+        self._shown = 0
+        """How many characters of the window's text were returned."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that these further output ids settle; what may still change is kept for later."""
+        last_token = ""
+        for token_id in token_ids:
+            token = self._tokenizer.convert_ids_to_tokens(token_id)
+            # Models have more output ids than their tokenizers have tokens; the tokenizer has no text for those.
+            if token is not None and token_id not in self._skipped_ids:
+                self._window.append(token_id)
+                last_token = token
+        if not last_token or BYTE_TOKEN.fullmatch(last_token):
+            return ""
+        text = self._decode(self._window)
+        held = int(text.endswith(REPLACEMENT))
+        piece = text[self._shown : len(text) - held]
+        self._shown = len(text) - held
+        if len(self._window) > WINDOW_LIMIT:
+            del self._window[:-WINDOW_KEPT]
+            self._shown = len(self._decode(self._window)) - held
+        return piece
+
+    def finish(self) -> str:
+        """The rest of the text once no more ids come; a character that stayed incomplete is U+FFFD."""
+        return self._decode(self._window)[self._shown :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that decode(skip_special_tokens=True) leaves out; left out of the window too, they do not fill it."""
+    if tokenizer.is_fast:
+        return frozenset(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset(tokenizer.all_special_ids)

@@ -1,0 +1,73 @@
+"""Running the coordinator's plans on all ranks of this host."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from paceline.coordinator.channel import StepChannelWriter
+from paceline.coordinator.errors import EngineError
+from paceline.coordinator.messages import Shutdown, StepPlan, StepResult
+from paceline.worker.pending import PendingResult
+from paceline.worker.ranks import describe
+from paceline.worker.worker import Worker
+
+POLL_SECONDS = 50e-6
+BLAME_SECONDS = 2.0
+
+
+class RankExecutor:
+    """Rank 0's own worker, called directly, and a channel to the others (None where there are none)."""
+
+    def __init__(self, worker: Worker, channel: StepChannelWriter | None) -> None:
+        self._worker = worker
+        self._channel = channel
+        self._pending: deque[PendingResult] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send the plan to the other ranks and start it here."""
+        if self._channel is not None:
+            self._channel.check_readers()
+            self._channel.send(plan)
+        try:
+            self._pending.append(self._worker.execute(plan))
+        except RuntimeError as error:
+            self._blame(error)
+
+    def collect(self, wait: bool) -> StepResult | None:
+        """The oldest result not yet collected; None where it is not ready and wait is false, or nothing runs.
+
+        Raises EngineError naming the rank that failed.
+        """
+        if not self._pending:
+            return None
+        pending = self._pending[0]
+        if not pending.ready():
+            if not wait:
+                return None
+            self._wait(pending)
+        self._pending.popleft()
+        return pending.result()
+
+    def _wait(self, pending: PendingResult) -> None:
+        """Wait for a result while watching the other ranks: a collective does not end when one of them is gone."""
+        if self._channel is None:
+            return
+        while not pending.ready():
+            self._channel.check_readers()
+            time.sleep(POLL_SECONDS)
+
+    def _blame(self, error: RuntimeError) -> None:
+        """Raise for a failed step. A rank's death shows here as a broken collective: let it say first what it met."""
+        deadline = time.monotonic() + BLAME_SECONDS
+        while self._channel is not None and time.monotonic() < deadline:
+            self._channel.check_readers()
+            time.sleep(0.05)
+        raise EngineError(f"rank 0: {describe(error)}") from error
+
+    def close(self, error: str = "") -> None:
+        """End the other ranks; with an error, they exit non-zero."""
+        if self._channel is not None:
+            self._channel.send(Shutdown(error))
+            self._channel.close()
+            self._channel = None

@@ -1,0 +1,70 @@
+"""Text to token ids: plain prompts and chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.coordinator.errors import InputError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+Message = Mapping[str, Any]
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. A folder without one still serves prompts given as token ids."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.backend: Any = None
+        """The transformers tokenizer, or None."""
+        if any((folder / name).exists() for name in TOKENIZER_FILES):
+            from transformers import AutoTokenizer
+
+            try:
+                self.backend = AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, clean_up_tokenization_spaces=False
+                )
+            except (ValueError, OSError, KeyError) as error:
+                raise InputError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens (one BOS at most) that the tokenizer itself adds."""
+        ids = self._require().encode(text)
+        return list(ids)
+
+    def encode_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+        """Token ids of a conversation through the checkpoint's chat template, ready for the assistant's answer.
+
+        The template writes every special token itself, so none is added. Raises InputError where there is no template
+        or it refuses the messages.
+        """
+        tokenizer = self._require()
+        if not tokenizer.chat_template:
+            raise InputError(f"the model in {self._folder} has no chat template; use a raw prompt (--raw)")
+        try:
+            text = tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **template_options
+            )
+        except Exception as error:  # a template is a program of the checkpoint's author and may raise anything
+            raise InputError(f"the chat template cannot render these messages: {error}") from error
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether encode_chat works."""
+        return self.backend is not None and bool(self.backend.chat_template)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own end-of-text id, where it has one."""
+        if self.backend is None or self.backend.eos_token_id is None:
+            return ()
+        return (int(self.backend.eos_token_id),)
+
+    def _require(self) -> Any:
+        if self.backend is None:
+            raise InputError(f"{self._folder} has no tokenizer; give the prompt as token ids")
+        return self.backend

@@ -1,0 +1,209 @@
+"""Real ranks: the same model in several processes gives the same tokens, and they end together whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REFERENCE = json.loads((Path(__file__).parent.parent / "reference" / "smollm2_greedy.json").read_text())
+
+RunRanks = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> RunRanks:
+    """run_ranks(n, script, *arguments): run a script's text under torchrun on n ranks, on the CPU."""
+
+    def run(size: int, script: str, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(script))
+        return subprocess.run(
+            torchrun(size, str(path), *arguments), capture_output=True, text=True, timeout=timeout, env=environment()
+        )
+
+    return run
+
+
+def torchrun(size: int, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+
+
+GENERATE = """
+    import json, sys
+    from paceline import LLM, SamplingParams
+
+    job = json.loads(sys.argv[1])
+    llm = LLM(job["model"], device="cpu", dtype="float32", check_lockstep=True, **job.get("settings", {}))
+    params = [SamplingParams(**each) for each in job["params"]]
+    outputs = llm.generate(job["prompts"], params)
+    for output in outputs:
+        choice = output.outputs[0]
+        logprobs = [entry.chosen for entry in choice.logprobs or []]
+        print(json.dumps({"token_ids": choice.token_ids, "logprobs": logprobs}))
+    print(json.dumps({"preemptions": llm.engine.coordinator.stats().preemptions}))
+"""
+
+
+def answers(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """The JSON lines of rank 0; other ranks print nothing."""
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_default_model_equals_transformers(size: int, run_ranks: RunRanks, default_model: Path) -> None:
+    """SmolLM2 has 9 heads and 3 KV heads: 2 and 4 ranks hold padded head groups."""
+    cases = REFERENCE["cases"]
+    rules = {"temperature": 0, "max_tokens": 64, "logprobs": 0}
+    job = {
+        "model": str(default_model),
+        "prompts": [case["prompt_ids"] for case in cases],
+        "params": [rules] * len(cases),
+        "settings": {"max_model_len": 256},
+    }
+    *got, _ = answers(run_ranks(size, GENERATE, json.dumps(job)))
+    for case, answer in zip(cases, got, strict=True):
+        assert answer["token_ids"] == case["output_ids"], case["prompt"]
+        difference = max(abs(a - b) for a, b in zip(answer["logprobs"], case["logprobs"], strict=True))
+        assert difference < 1e-3
+
+
+def mixed_job(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Greedy and seeded requests of several rules, short and long."""
+    rules: Sequence[dict[str, Any]] = (
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 0.8, "seed": 2, "top_k": 9, "top_p": 0.9},
+        {"temperature": 1.0, "seed": 3, "min_p": 0.05, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        {"temperature": 0, "min_tokens": 5, "stop_token_ids": list(range(0, 256, 2))},
+    )
+    params = [{"max_tokens": 24, "ignore_eos": True, **rules[index % len(rules)]} for index in range(20)]
+    return {
+        "model": str(folder),
+        "prompts": [list(range(index, index + 3 * index + 1)) for index in range(20)],
+        "params": params,
+        "settings": settings,
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_any_number_of_ranks_gives_the_same_tokens(family: str, run_ranks: RunRanks, tiny: Callable[..., Any]) -> None:
+    folder = tiny(family).folder
+    alone = answers(run_ranks(1, GENERATE, json.dumps(mixed_job(folder))))
+    for size in (2, 4):
+        assert answers(run_ranks(size, GENERATE, json.dumps(mixed_job(folder)))) == alone
+
+
+def test_preemption_on_two_ranks(run_ranks: RunRanks, tiny: Callable[..., Any]) -> None:
+    """Field report B23: 8 requests of 64 tokens in and out, blocks just short of their need, prefix cache on."""
+    job = {
+        "model": str(tiny("llama").folder),
+        "prompts": [list(range(start, start + 64)) for start in range(8)],
+        "params": [{"temperature": 0, "max_tokens": 64, "ignore_eos": True}] * 8,
+    }
+    *ample, _ = answers(run_ranks(2, GENERATE, json.dumps(job | {"settings": {"num_blocks": 200}})))
+    *tight, last = answers(run_ranks(2, GENERATE, json.dumps(job | {"settings": {"num_blocks": 60}})))
+    assert last["preemptions"] > 0
+    assert tight == ample
+
+
+ABORTS = """
+    import random, sys
+    import torch
+    from paceline import LLM, SamplingParams
+    import os
+
+    torch.manual_seed(int(os.environ["RANK"]))  # field report B37: no rank may draw from its own generator
+    llm = LLM(sys.argv[1], device="cpu", check_lockstep=True, num_blocks=80)
+    engine, rng = llm.engine, random.Random(0)
+    running, finished = set(), 0
+    for _ in range(200):
+        prompt = [rng.randrange(256) for _ in range(rng.randint(1, 100))]
+        running.update(engine.add(prompt, SamplingParams(temperature=1.0, max_tokens=rng.randint(1, 40))))
+        for update in engine.step():
+            if update.finish_reason:
+                running.discard(update.request_id)
+                finished += 1
+        if rng.random() < 0.3 and running:
+            engine.abort([running.pop()])
+    while engine.has_work:
+        finished += sum(update.finish_reason is not None for update in engine.step())
+    stats = engine.coordinator.stats()
+    engine.coordinator.check_invariants()
+    print(stats.running, stats.waiting, stats.blocks.used, sum(stats.finished.values()))
+"""
+
+
+def test_random_aborts_do_not_part_the_ranks(run_ranks: RunRanks, tiny: Callable[..., Any]) -> None:
+    result = run_ranks(2, ABORTS, str(tiny("llama").folder))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["0", "0", "0", "200"]
+
+
+FAIL_ON_RANK_1 = """
+    import os, sys
+    import paceline.worker.worker as worker
+    from paceline import LLM, SamplingParams
+
+    execute = worker.Worker.execute
+
+    def failing(self, plan):
+        if plan.step == 5 and os.environ["RANK"] == "1":
+            raise RuntimeError("the tenth screw is loose")
+        return execute(self, plan)
+
+    worker.Worker.execute = failing
+    llm = LLM(sys.argv[1], device="cpu")
+    llm.generate([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
+"""
+
+
+def test_an_error_on_one_rank_is_named_and_ends_all(run_ranks: RunRanks, tiny: Callable[..., Any]) -> None:
+    result = run_ranks(2, FAIL_ON_RANK_1, str(tiny("llama").folder), timeout=60)
+    assert result.returncode != 0
+    assert "rank 1 failed: RuntimeError: the tenth screw is loose" in result.stderr
+
+
+ENDLESS = """
+    import sys
+    from paceline import LLM, SamplingParams
+    import os
+
+    print(os.getpid(), flush=True)
+    llm = LLM(sys.argv[1], device="cpu", max_model_len=500)
+    while True:
+        llm.generate([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
+"""
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, tiny: Callable[..., Any]) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(textwrap.dedent(ENDLESS))
+    command = torchrun(2, str(script), str(tiny("llama").folder))
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        ranks = [int(process.stdout.readline()) for _ in range(2)]
+        time.sleep(8)
+        victim = next(pid for pid in ranks if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        os.kill(victim, signal.SIGKILL)
+        start = time.monotonic()
+        _, stderr = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert process.returncode != 0
+    assert f"rank 1 (process {victim}) ended unexpectedly" in stderr

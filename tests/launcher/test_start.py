@@ -1,0 +1,245 @@
+"""Ranks start in torchrun's environment, end together, and leave one exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.coordinator.errors import InputError
+from paceline.launcher.start import number_of_ranks, rank_environment, split_script, visible_gpus
+
+Start = Callable[..., subprocess.Popen[str]]
+
+WATCH = "import sys; from paceline.launcher.start import RankWatch, rank_environment as e; "
+WATCH += "sys.exit(RankWatch([sys.executable, '-c', sys.argv[1]], [e(0, 2), e(1, 2)]).run())"
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Start:
+    """Starts two ranks of a piece of Python under a watch, as run_ranks does after importing torch."""
+
+    def start(code: str) -> subprocess.Popen[str]:
+        prelude = "import os, pathlib, signal, sys, time\nrank = int(os.environ['RANK'])\n"
+        prelude += "def say(word): os.write(1, f'{word}\\n'.encode())\n"  # in one piece, unlike print
+        return subprocess.Popen(
+            [sys.executable, "-c", WATCH, prelude + textwrap.dedent(code)],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def wait_for_ranks(process: subprocess.Popen[str], word: str) -> None:
+    """Read until both ranks have said the word."""
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == [f"{word}\n"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        (["generate", "hi", "--tp", "3"], 3),
+        (["--tp=2", "serve"], 2),
+        (["serve", "--tensor-parallel-size", "4", "--port", "1"], 4),
+        (["generate", "hi"], 8),
+        (["generate", "hi", "--device", "cpu"], 1),
+        (["generate", "hi", "--tpx", "3"], 8),
+        (["serve", "--help"], 1),
+        ([], 1),
+    ],
+)
+def test_number_of_ranks(arguments: list[str], ranks: int) -> None:
+    assert number_of_ranks(arguments, lambda: 8) == ranks
+
+
+def test_one_rank_without_a_gpu() -> None:
+    assert number_of_ranks(["generate", "hi"], lambda: 0) == 1
+
+
+@pytest.mark.parametrize("value", [["--tp", "0"], ["--tp", "-1"], ["--tp=x"], ["--tp", "1_0"], ["--tp=2.0"], ["--tp"]])
+def test_a_bad_tp_ends_in_one_line_before_any_rank(value: list[str]) -> None:
+    command = [sys.executable, "-m", "paceline.launcher.start", "generate", "hi", *value]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.startswith("paceline: --tp")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_script_replaces_the_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "my benchmark.py"
+    script.write_text("")
+    assert split_script(["--script", str(script), "--tp", "2"]) == ([str(script)], ["--tp", "2"])
+    assert split_script(["generate", "--script"]) == (["-m", "paceline.launcher"], ["generate", "--script"])
+    with pytest.raises(InputError, match="Python file"):
+        split_script(["--script", str(tmp_path / "missing.py")])
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 3), ("3,1", 2), ("GPU-aaaa", 1), ("MIG-aaaa,MIG-bbbb", 2), ("", 0), ("-1", 0), ("1,-1,0", 1)],
+)
+def test_gpus_are_counted_by_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\nfor i in 0 1 2; do echo \"GPU $i: NVIDIA H200 (UUID: GPU-$i)\"; done\necho '  MIG 1g'\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus() == count
+
+
+def test_no_gpu_without_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert visible_gpus() == 0
+
+
+def test_two_engines_at_once_each_meet_their_own_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "ranks meet.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, sys, torch, torch.distributed as dist
+            dist.init_process_group("gloo")
+            values = torch.tensor([float(sys.argv[1]) * 10 ** dist.get_rank()])
+            dist.all_reduce(values)
+            line = f"{os.environ['LOCAL_RANK']} {os.environ['LOCAL_WORLD_SIZE']} {values.item()}\\n"
+            os.write(1, line.encode())
+            dist.destroy_process_group()
+            """
+        )
+    )
+    command = [sys.executable, "-m", "paceline.launcher.start", "--script", str(script)]
+    engines = [
+        subprocess.Popen([*command, value, "--tp", "2"], stdout=subprocess.PIPE, text=True) for value in ("1", "5")
+    ]
+    outputs = [engine.communicate(timeout=120)[0] for engine in engines]
+    assert [engine.returncode for engine in engines] == [0, 0]
+    assert sorted(outputs[0].splitlines()) == ["0 2 11.0", "1 2 11.0"]
+    assert sorted(outputs[1].splitlines()) == ["0 2 55.0", "1 2 55.0"]
+
+
+def test_one_rank_runs_alone_in_this_process(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text("import os, sys; print(os.getpid(), os.environ['WORLD_SIZE'], sys.argv[1:]); sys.exit(5)")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.launcher.start", "--script", str(script), "--tp", "1"],
+        env={**os.environ, "WORLD_SIZE": "7", "RANK": "6"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    output, _ = process.communicate(timeout=60)
+    assert output == f"{process.pid} 1 ['--tp', '1']\n"
+    assert process.returncode == 5
+
+
+def test_rank_environment_names_one_host() -> None:
+    environment = rank_environment(1, 3)
+    assert (environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"]) == ("1", "1", "3")
+
+
+def test_all_ranks_done_is_success(watch: Start) -> None:
+    process = watch("time.sleep(0.2 * rank)")
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0
+
+
+def test_the_failed_rank_gives_the_code_and_the_only_words(watch: Start) -> None:
+    process = watch(
+        """
+        if rank == 1:
+            print("rank 1 says why", file=sys.stderr)
+            sys.exit(7)
+        time.sleep(600)
+        """
+    )
+    _, errors = process.communicate(timeout=60)
+    assert errors == "rank 1 says why\n"
+    assert process.returncode == 7
+
+
+def test_a_frozen_rank_does_not_keep_the_others(watch: Start) -> None:
+    process = watch(
+        """
+        pathlib.Path(f"pid{rank}").write_text(str(os.getpid()))
+        if rank == 0:
+            while not pathlib.Path("pid1").exists() or not pathlib.Path("pid1").read_text():
+                time.sleep(0.01)
+            os.kill(int(pathlib.Path("pid1").read_text()), signal.SIGSTOP)
+            sys.exit(9)
+        time.sleep(600)
+        """
+    )
+    process.communicate(timeout=60)
+    assert process.returncode == 9
+
+
+def test_a_killed_rank_is_named(watch: Start) -> None:
+    process = watch("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(600)")
+    _, errors = process.communicate(timeout=60)
+    assert errors == "paceline: rank 1 was ended by SIGKILL; was the memory full?\n"
+    assert process.returncode == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_ranks_finish(watch: Start, number: signal.Signals) -> None:
+    process = watch(
+        f"""
+        def finish(number, frame):
+            say("finishing")
+            time.sleep(0.5)
+            say("finished")
+            sys.exit(0)
+        signal.signal({int(number)}, finish)
+        say("ready")
+        time.sleep(600)
+        """
+    )
+    wait_for_ranks(process, "ready")
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert sorted(output.splitlines()) == ["finished", "finished", "finishing", "finishing"]
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_signal_ends_ranks_that_do_not_handle_it(watch: Start) -> None:
+    process = watch('say("ready"); time.sleep(600)')
+    wait_for_ranks(process, "ready")
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_second_signal_ends_ranks_that_do_not_listen(watch: Start) -> None:
+    process = watch(
+        """
+        signal.signal(signal.SIGTERM, lambda number, frame: say("not now"))
+        say("ready")
+        while True:
+            time.sleep(600)
+        """
+    )
+    wait_for_ranks(process, "ready")
+    process.send_signal(signal.SIGTERM)
+    wait_for_ranks(process, "not now")
+    process.send_signal(signal.SIGTERM)
+    wait_for_ranks(process, "not now")
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 128 + signal.SIGKILL

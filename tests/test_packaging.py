@@ -1,0 +1,42 @@
+"""What is installed is what is here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+import paceline
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_every_folder_of_code_is_in_the_wheel() -> None:
+    places = PROJECT["tool"]["setuptools"]["package-dir"]
+    assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(places)
+    folders = ("api", "launcher", "coordinator", "worker", "model", "kernels")
+    with_code = {path.parent for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    assert {ROOT / place for place in places.values()} == with_code
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert paceline.__version__ == PROJECT["project"]["version"] == importlib.metadata.version("paceline")
+
+
+def test_the_command_runs_the_launcher() -> None:
+    (script,) = importlib.metadata.distribution("paceline").entry_points.select(group="console_scripts")
+    assert script.name == "paceline"
+    assert callable(script.load())
+
+
+def test_pins_lie_within_the_supported_ranges() -> None:
+    lines = (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    project = PROJECT["project"]
+    for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins.pop(requirement.name)), requirement
+    assert pins == {}
