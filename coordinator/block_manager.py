@@ -40,10 +40,9 @@ class BlockManager:
     step that fails ends the engine, and the cache with it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache | None) -> None:
-        """cache: None turns prefix sharing off."""
+    def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache) -> None:
+        self.block_size = block_size
         self._num_blocks = num_blocks
-        self._block_size = block_size
         self._cache = cache
         self._holders = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -61,17 +60,14 @@ class BlockManager:
 
     def begin_plan(self) -> None:
         """Blocks published before this call are findable for the plan made next."""
-        if self._cache is not None:
-            self._cache.begin_plan()
+        self._cache.begin_plan()
 
     def match_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> PrefixMatch:
         """Find the blocks that hold the beginning of token_ids, leaving at least one token to compute.
 
         Nothing is taken yet: hand the match to `allocate` before any other call.
         """
-        if self._cache is None:
-            return PrefixMatch([], next_is_coming=False)
-        return self._cache.match(table.chain, token_ids, (len(token_ids) - 1) // self._block_size)
+        return self._cache.match(table.chain, token_ids, (len(token_ids) - 1) // self.block_size)
 
     def cost(self, match: PrefixMatch, num_tokens: int) -> int:
         """By how much `available` falls when num_tokens tokens that begin with the match are allocated."""
@@ -97,7 +93,7 @@ class BlockManager:
             block_id = self._free.pop()
         else:
             block_id, _ = self._cached.popitem(last=False)
-            self._forget(block_id)
+            self._cache.forget(block_id)
         self._holders[block_id] = 1
         table.block_ids.append(block_id)
         return block_id
@@ -108,20 +104,19 @@ class BlockManager:
         for block_id in reversed(table.block_ids):
             self._holders[block_id] -= 1
             if self._holders[block_id] == 0:
-                if self._cache is not None and block_id in self._cache:
+                if block_id in self._cache:
                     self._cached[block_id] = None
                 else:
                     self._free.append(block_id)
         table.block_ids = []
-        table.chain.rewind()
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Make findable what is full of known tokens and computed by the plans made so far.
 
         token_ids: all known ids; num_computed: how many leading tokens those plans compute.
         """
-        num_full = min(num_computed, len(token_ids)) // self._block_size
-        if self._cache is None or num_full <= table.chain.num_published:
+        num_full = min(num_computed, len(token_ids)) // self.block_size
+        if num_full <= table.chain.num_published:
             return
         for block_id in self._cache.publish(table.chain, token_ids, table.block_ids, num_full):
             if self._holders[block_id] == 0:
@@ -143,17 +138,11 @@ class BlockManager:
         for block_id, count in enumerate(self._holders):
             if count != holders[block_id]:
                 raise AssertionError(f"block {block_id} counts {count} holders, but {holders[block_id]} tables name it")
-        if self._cache is None:
-            return
         self._cache.check_invariants()
         if any(block_id in self._cache for block_id in free):
             raise AssertionError("a free block is findable")
         if not all(block_id in self._cache for block_id in cached):
             raise AssertionError("a cached block is not findable")
 
-    def _forget(self, block_id: int) -> None:
-        if self._cache is not None:
-            self._cache.forget(block_id)
-
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return -(-num_tokens // self.block_size)

@@ -35,13 +35,12 @@ class Coordinator:
         self._max_len, self._max_len_setting = min(
             (limits.max_model_len, "max_model_len"), (limits.num_blocks * config.block_size, "num_blocks * block_size")
         )
-        cache = PrefixCache(config.block_size) if config.prefix_cache else None
+        cache = PrefixCache(config.block_size, enabled=config.prefix_cache)
         self._scheduler = Scheduler(
             BlockManager(limits.num_blocks, config.block_size, cache),
             policy_named(config.policy),
             max_running=config.max_num_seqs,
             token_budget=config.max_batched_tokens,
-            block_size=config.block_size,
         )
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[ScheduledStep] = deque()

@@ -37,11 +37,6 @@ class PrefixChain:
     tip: int = ROOT
     """Serial number of the last of these."""
 
-    def rewind(self) -> None:
-        """Forget what was published, since the request no longer holds the blocks; the keys stay right."""
-        self.num_published = 0
-        self.tip = ROOT
-
 
 @dataclass(slots=True)
 class PrefixMatch:
@@ -75,16 +70,17 @@ class PrefixCache:
     Serial numbers are never reused: an entry whose parent was forgotten is not found again, whatever its key.
     """
 
-    def __init__(self, block_size: int, digest: Callable[[bytes], bytes] | None = None) -> None:
+    def __init__(
+        self, block_size: int, *, enabled: bool = True, digest: Callable[[bytes], bytes] | None = None
+    ) -> None:
+        """enabled: false finds and publishes nothing; digest: the hash of the keys, `secret_digest()` unless given."""
         self._block_size = block_size
+        self._enabled = enabled
         self._digest = digest or secret_digest()
         self._by_key: dict[bytes, _Entry] = {}
         self._by_block: dict[int, _Entry] = {}
         self._last_serial = ROOT
         self._plan = 0
-
-    def __len__(self) -> int:
-        return len(self._by_block)
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._by_block
@@ -95,6 +91,8 @@ class PrefixCache:
 
     def match(self, chain: PrefixChain, token_ids: Sequence[int], max_blocks: int) -> PrefixMatch:
         """Find the leading blocks of token_ids, at most max_blocks, and point the chain at the last one found."""
+        if not self._enabled:
+            return PrefixMatch([], next_is_coming=False)
         self._extend(chain, token_ids, max_blocks)
         found: list[int] = []
         parent = ROOT
@@ -120,6 +118,8 @@ class PrefixCache:
         A block whose equal is findable already stays private. Returns the blocks that are no longer findable because
         a new one took their key.
         """
+        if not self._enabled:
+            return []
         self._extend(chain, token_ids, num_blocks)
         displaced: list[int] = []
         for index in range(chain.num_published, num_blocks):

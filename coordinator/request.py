@@ -54,11 +54,6 @@ class Request:
     first_token: float | None = None
 
     @property
-    def num_output(self) -> int:
-        """Output tokens whose values are known."""
-        return len(self.token_ids) - self.prompt_len
-
-    @property
     def num_pending(self) -> int:
         """Known tokens that no step computes yet. The very last token of an answer never needs to be computed."""
         return min(self.num_known, self.max_len - 1) - self.num_computed
@@ -69,8 +64,8 @@ class Request:
         return self.num_known > len(self.token_ids)
 
     def finish_reason(self) -> str | None:
-        """Why the answer ends with its latest token, or None where it goes on."""
-        if self.token_ids[-1] in self.stop_ids and self.num_output > self.sampling.min_tokens:
+        """Why the answer ends with its latest token, or None where it goes on; the ranks see to min_tokens."""
+        if self.token_ids[-1] in self.stop_ids:
             return "stop"
         if len(self.token_ids) >= self.max_len:
             return "length"

@@ -35,7 +35,6 @@ class _Draft:
     prompts: list[tuple[Request, int]] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     block_appends: list[tuple[int, Sequence[int]]] = field(default_factory=list)
-    preempted: bool = False
 
 
 class Scheduler:
@@ -46,7 +45,7 @@ class Scheduler:
     the lowest rank among those that run always goes on, and alone it always fits: the door lets in no other.
     """
 
-    def __init__(self, blocks: BlockManager, policy: Policy, *, max_running: int, token_budget: int, block_size: int):
+    def __init__(self, blocks: BlockManager, policy: Policy, *, max_running: int, token_budget: int) -> None:
         """token_budget: most tokens of a step; max_running: slots the ranks have."""
         self.blocks = blocks
         self.waiting: list[Request] = []
@@ -59,10 +58,8 @@ class Scheduler:
         """How many of these were found in the prefix cache."""
         self._policy = policy
         self._token_budget = token_budget
-        self._block_size = block_size
-        # Every running answer gets a token in every step, so more of them than the budget cannot run at once.
-        self._num_slots = min(max_running, token_budget)
-        self._free_slots = list(range(self._num_slots - 1, -1, -1))
+        self._num_slots = max_running
+        self._free_slots = list(range(max_running - 1, -1, -1))
         self._freed_slots: list[int] = []
         self._last_rows: StepRows | None = None
 
@@ -86,11 +83,11 @@ class Scheduler:
     def schedule(self, now: float) -> ScheduledStep | None:
         """Plan the next step; None where no request can take a token. now: stamps first admissions."""
         self.blocks.begin_plan()
+        # Each of these had a row in the step before, so there are never more of them than the budget has tokens.
         num_decodes = sum(request.num_pending == 1 for request in self.running)
         draft = _Draft(self._policy.prompt_budget(self._token_budget, num_decodes))
         self._continue_running(draft)
-        if not draft.preempted:
-            self._admit_waiting(draft, now)
+        self._admit_waiting(draft, now)
         if not draft.decodes and not draft.prompts:
             return None
         return self._finish_draft(draft)
@@ -105,7 +102,7 @@ class Scheduler:
         if sorted(slots) != list(range(self._num_slots)):
             raise AssertionError("a slot is lost, or given twice")
         for request in self.running:
-            held = len(request.table.block_ids) * self._block_size
+            held = len(request.table.block_ids) * self.blocks.block_size
             if not request.num_computed <= min(held, request.num_known):
                 raise AssertionError(f"request {request.id} computes {request.num_computed} tokens in {held} places")
         if any(request.table.block_ids or request.num_computed for request in self.waiting):
@@ -127,26 +124,27 @@ class Scheduler:
 
     def _make_room(self, request: Request, draft: _Draft) -> bool:
         """See that a request has a block for one more token; False where it had to be preempted itself."""
-        if request.num_computed < len(request.table.block_ids) * self._block_size:
+        if request.num_computed < len(request.table.block_ids) * self.blocks.block_size:
             return True
         while self.blocks.available == 0:
-            victim = self.running[-1]
-            self._preempt(victim)
-            draft.preempted = True
-            if victim is request:
+            if self._preempt_last() is request:
                 return False
         draft.block_appends.append((request.slot, (self.blocks.append(request.table),)))
         return True
 
-    def _preempt(self, victim: Request) -> None:
-        """Send a running request back to wait. Its tokens stay, and its blocks can be found until they are reused."""
+    def _preempt_last(self) -> Request:
+        """Send the running request of the highest rank back to wait.
+
+        Its tokens stay, and its blocks can be found until they are reused.
+        """
+        victim = self.running.pop()
         self._vacate(victim)
-        self.running.remove(victim)
         insort(self.waiting, victim, key=_rank)
         victim.status = Status.WAITING
         victim.num_computed = 0
         victim.preemptions += 1
         self.num_preemptions += 1
+        return victim
 
     def _vacate(self, request: Request) -> None:
         self.blocks.release(request.table)
@@ -175,7 +173,7 @@ class Scheduler:
         self.blocks.allocate(request.table, match, request.num_known)
         request.status = Status.RUNNING
         request.slot = self._free_slots.pop()
-        request.num_computed = len(match.block_ids) * self._block_size
+        request.num_computed = len(match.block_ids) * self.blocks.block_size
         if request.first_scheduled is None:
             request.first_scheduled = now
             request.cached_tokens = request.num_computed

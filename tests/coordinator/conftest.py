@@ -7,10 +7,10 @@ or belongs to another history, is caught at once; every rule of the messages is 
 
 from __future__ import annotations
 
-import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -61,7 +61,7 @@ class Slot:
 class MirrorExecutor:
     """Rebuilds the workers' state from the plans alone, and fails on the first plan that breaks a rule.
 
-    A result is ready `delay` steps after its own: 0 computes in submit, 1 behaves as a device does.
+    A result is ready when delay() later steps are submitted: 0 computes in submit, 1 behaves as a device does.
     """
 
     def __init__(self, config: EngineConfig, limits: Limits, delay: Callable[[], int]) -> None:
@@ -71,9 +71,10 @@ class MirrorExecutor:
         self.admissions: list[Admission] = []
         self.slots: dict[int, Slot] = {}
         self.most_in_flight = 0
+        self.num_waits = 0
+        self.delay = delay
         self._config = config
         self._limits = limits
-        self._delay = delay
         self._cache = [[EMPTY] * config.block_size for _ in range(limits.num_blocks)]
         self._holders: Counter[int] = Counter()
         self._results: deque[StepResult] = deque()
@@ -93,11 +94,16 @@ class MirrorExecutor:
         self._results.append(self._compute(plan.step, rows))
         self.most_in_flight = max(self.most_in_flight, len(self._results))
 
+    @property
+    def num_uncollected(self) -> int:
+        return len(self._results)
+
     def collect(self, wait: bool) -> StepResult | None:
         if wait:
+            self.num_waits += 1
             assert self._results, "waiting for a result that no step will give"
             return self._results.popleft()
-        if len(self._results) > self._delay():
+        if len(self._results) > self.delay():
             return self._results.popleft()
         return None
 
@@ -183,20 +189,13 @@ class Answer:
 class Harness:
     """A coordinator on a MirrorExecutor; checks all invariants after every step."""
 
-    def __init__(
-        self, *, num_blocks: int, max_model_len: int, delay: int | None, seed: int, **settings: object
-    ) -> None:
-        self.config = EngineConfig(model="toy", **settings)
-        limits = Limits(vocab_size=VOCAB_SIZE, max_model_len=max_model_len, num_blocks=num_blocks)
-        generator = random.Random(seed)
-        self.executor = MirrorExecutor(
-            self.config, limits, delay=lambda: generator.randint(0, 1) if delay is None else delay
-        )
+    def __init__(self, config: EngineConfig, limits: Limits, delay: int) -> None:
+        self.executor = MirrorExecutor(config, limits, lambda: delay)
         self.now = 0.0
-        self.coordinator = Coordinator(self.config, limits, self.executor, clock=lambda: self.now)
+        self.coordinator = Coordinator(config, limits, self.executor, clock=lambda: self.now)
         self.answers: dict[str, Answer] = {}
 
-    def add(self, request_id: str, prompt: Sequence[int], **kwargs: object) -> None:
+    def add(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> None:
         """Sampling parameters and options of add_request, by their names; seed 0 where none is given."""
         options = {name: kwargs.pop(name) for name in ("eos_token_ids", "priority", "cache_salt") if name in kwargs}
         self.coordinator.add_request(request_id, prompt, SamplingParams(**{"seed": 0, **kwargs}), **options)
@@ -221,8 +220,8 @@ class Harness:
         while self.coordinator.has_work:
             self.step()
         assert all(answer.final is not None for answer in self.answers.values())
-        usage = self.coordinator.stats().blocks
-        assert usage.used == 0
+        assert self.executor.num_uncollected == 0
+        assert self.coordinator.stats().blocks.used == 0
         return {request_id: answer.tokens for request_id, answer in self.answers.items()}
 
     def final(self, request_id: str) -> RequestEvent:
@@ -233,18 +232,11 @@ class Harness:
 
 @pytest.fixture
 def make_harness() -> Callable[..., Harness]:
-    """Build a harness; delay None makes each result ready at once or a step later, by chance."""
+    """Build a harness from engine settings, small ones unless given."""
 
-    def build(
-        *, num_blocks: int = 200, max_model_len: int = 400, delay: int | None = 1, seed: int = 0, **settings: object
-    ) -> Harness:
-        return Harness(
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
-            delay=delay,
-            seed=seed,
-            **{"block_size": 4, "max_num_seqs": 8, "max_batched_tokens": 32, **settings},
-        )
+    def build(*, num_blocks: int = 200, max_model_len: int = 400, delay: int = 1, **settings: Any) -> Harness:
+        config = EngineConfig(model="toy", **{"block_size": 4, "max_num_seqs": 8, "max_batched_tokens": 32, **settings})
+        return Harness(config, Limits(VOCAB_SIZE, max_model_len, num_blocks), delay)
 
     return build
 

@@ -14,7 +14,7 @@ SIZE = 4
 
 
 def new_manager(num_blocks: int, *, share: bool = True) -> BlockManager:
-    return BlockManager(num_blocks, SIZE, PrefixCache(SIZE) if share else None)
+    return BlockManager(num_blocks, SIZE, PrefixCache(SIZE, enabled=share))
 
 
 def take(manager: BlockManager, tokens: list[int], salt: str = "") -> BlockTable:
@@ -145,7 +145,7 @@ class Ledger(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(1, 12), collide=st.booleans())
     def start(self, num_blocks: int, collide: bool) -> None:
         digest = (lambda data: bytes([sum(data) % 2])) if collide else None
-        self.manager = BlockManager(num_blocks, SIZE, PrefixCache(SIZE, digest))
+        self.manager = BlockManager(num_blocks, SIZE, PrefixCache(SIZE, digest=digest))
         self.open: list[tuple[BlockTable, list[int]]] = []
         self.contents: dict[int, tuple[str, tuple[int, ...]]] = {}
 

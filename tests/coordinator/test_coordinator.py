@@ -8,6 +8,7 @@ from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.coordinator import Coordinator
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.coordinator.messages import Limits, StepPlan, StepResult
+from paceline.coordinator.policies import POLICIES
 from paceline.coordinator.sampling_params import SamplingParams
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -185,6 +186,27 @@ def test_what_stopped_is_dropped_from_the_step_behind(make_harness, toy_answer):
     assert len(harness.executor.plans) == 6
 
 
+def test_a_result_that_came_between_calls_is_read_before_the_next_plan(make_harness, toy_answer):
+    harness = make_harness(delay=1)
+    harness.add("a", PROMPT, max_tokens=50, eos_token_ids=toy_answer(PROMPT, 1))
+    assert harness.step() == []
+    harness.executor.delay = lambda: 0
+    assert [event.finish_reason for event in harness.step()] == ["stop"]
+    assert len(harness.executor.plans) == 1
+
+
+def test_news_is_not_held_back_to_wait_for_the_device(make_harness):
+    harness = make_harness(delay=9)
+    harness.add("a", PROMPT, max_tokens=50)
+    harness.add("b", PROMPT, max_tokens=50)
+    harness.step()
+    harness.coordinator.abort("a")
+    assert [event.request_id for event in harness.step()] == ["a"]
+    assert harness.executor.num_waits == 0
+    harness.step()
+    assert harness.executor.num_waits == 1
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("steps", range(12))
 def test_an_aborted_request_has_one_last_event_and_gives_everything_back(make_harness, toy_answer, delay, steps):
@@ -247,6 +269,18 @@ def test_stats_add_up(make_harness):
     assert (stats.prompt_tokens, stats.cached_prompt_tokens, stats.generated_tokens) == (30, 8, 18)
     assert stats.steps == len(harness.executor.plans)
     assert harness.final("a again").cached_tokens == 8
+
+
+def test_a_policy_that_lets_nothing_run_is_an_error_and_no_idle_loop(make_harness, monkeypatch):
+    class Stingy:
+        def prompt_budget(self, budget: int, num_decodes: int) -> int:
+            return 0
+
+    monkeypatch.setitem(POLICIES, "stingy", Stingy())
+    harness = make_harness(policy="stingy")
+    harness.add("a", PROMPT)
+    with pytest.raises(EngineError, match="no request can go on"):
+        harness.step()
 
 
 class Broken:

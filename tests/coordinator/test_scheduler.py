@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.coordinator.policies import POLICIES
+
 
 def counts(harness) -> list[list[int]]:
     return [list(rows.counts) for rows in harness.executor.rows]
@@ -38,6 +40,22 @@ def test_decodes_first_gives_prompts_a_quarter_while_answers_run(make_harness):
     harness.add("long", list(range(30)), max_tokens=2)
     harness.run()
     assert counts(harness)[:5] == [[1], [1, 4], [1, 4], [1, 4], [16]]
+
+
+def test_a_policy_may_halt_a_prompt_half_way(make_harness, toy_answer, monkeypatch):
+    class Alternating:
+        turn = 0
+
+        def prompt_budget(self, budget: int, num_decodes: int) -> int:
+            self.turn += 1
+            return 5 * (self.turn % 2)
+
+    monkeypatch.setitem(POLICIES, "alternating", Alternating())
+    harness = make_harness(policy="alternating")
+    harness.add("short", [1], max_tokens=9)
+    harness.add("long", list(range(12)), max_tokens=2)
+    assert harness.run() == {"short": toy_answer([1], 9), "long": toy_answer(range(12), 2)}
+    assert counts(harness)[:6] == [[1, 4], [1], [1, 5], [1], [1, 3], [1, 1]]
 
 
 def test_more_requests_than_slots_wait_their_turn(make_harness, toy_answer):
@@ -177,6 +195,16 @@ def test_one_request_may_be_preempted_again_and_again(make_harness, toy_answer):
     histories = [admission.token_ids[0] for admission in harness.executor.admissions]
     assert max(histories.count(index) for index in range(4)) > 2
     assert histories.count(0) == 1, "the oldest is never a victim"
+
+
+def test_a_newcomer_does_not_take_the_blocks_that_those_who_run_need_next(make_harness):
+    harness = make_harness(num_blocks=10)
+    harness.add("runs", [1] * 7, max_tokens=4)
+    harness.step()
+    harness.add("newcomer", [2] * 30, max_tokens=2)  # would fit into the 8 blocks left, without one to spare
+    harness.run()
+    assert harness.coordinator.stats().preemptions == 0
+    assert harness.final("newcomer").timings.first_scheduled >= harness.final("runs").timings.finished
 
 
 def test_the_newest_is_preempted_and_the_least_urgent_before_it(make_harness):

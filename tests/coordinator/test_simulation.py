@@ -53,15 +53,18 @@ class Traffic:
 
 @pytest.mark.parametrize("policy", ["prompts-first", "decodes-first"])
 @pytest.mark.parametrize("num_blocks", [30, 200])
-def test_random_traffic_is_answered_exactly(make_harness, toy_answer, num_blocks, policy):
-    """10,000 requests over the cases; results come at once or late by chance.
+@pytest.mark.parametrize("depth", [2, 4])
+def test_random_traffic_is_answered_exactly(make_harness, toy_answer, monkeypatch, depth, num_blocks, policy):
+    """12,000 requests over the cases; results come up to depth - 1 steps late by chance.
 
     After every step all invariants hold, and the worker has found each history where the plans said.
     """
+    monkeypatch.setattr("paceline.coordinator.coordinator.MAX_IN_FLIGHT", depth)
     generator = random.Random(num_blocks)
-    harness = make_harness(num_blocks=num_blocks, max_model_len=64, delay=None, policy=policy)
+    harness = make_harness(num_blocks=num_blocks, max_model_len=64, policy=policy)
+    harness.executor.delay = lambda: generator.randrange(depth)
     traffic = Traffic(harness, toy_answer, generator)
-    while len(traffic.expected) < 2500:
+    while len(traffic.expected) < 1500:
         for _ in range(generator.choice([0, 0, 1, 3])):
             traffic.arrive()
         harness.step()
@@ -85,7 +88,8 @@ def test_random_traffic_is_answered_exactly(make_harness, toy_answer, num_blocks
 def test_aborts_while_a_prompt_is_half_computed_leave_no_half_block_behind(make_harness, toy_answer):
     """Abort after any number of chunks, waiting, preempted, or as it finishes; then the same prompt must be right."""
     generator = random.Random(7)
-    harness = make_harness(num_blocks=300, max_model_len=1100, max_batched_tokens=64, delay=None)
+    harness = make_harness(num_blocks=300, max_model_len=1100, max_batched_tokens=64)
+    harness.executor.delay = lambda: generator.randrange(2)
     for round_number in range(500):
         length = generator.choice([1000, 200, 130])
         prompt = [round_number] * length
