@@ -67,9 +67,9 @@ class RopeConfig:
         if factor < 1:
             raise fields.error(f"factor of rope type {rope_type} must be at least 1, got {factor}")
         if rope_type == "llama3":
-            return _llama3(cls, fields, theta, factor)
+            return _llama3(fields, theta, factor)
         if rope_type == "yarn":
-            return _yarn(cls, fields, theta, factor)
+            return _yarn(fields, theta, factor)
         return cls(rope_type=rope_type, theta=theta, factor=factor)
 
 
@@ -99,11 +99,11 @@ def _require(fields: JsonFields, rope_type: str, name: str) -> float:
     return fields.number(name)
 
 
-def _llama3(cls: type[RopeConfig], fields: JsonFields, theta: float, factor: float) -> RopeConfig:
+def _llama3(fields: JsonFields, theta: float, factor: float) -> RopeConfig:
     low, high = (_require(fields, "llama3", name) for name in ("low_freq_factor", "high_freq_factor"))
     if high <= low:
         raise fields.error(f"high_freq_factor ({high}) must be above low_freq_factor ({low})")
-    return cls(
+    return RopeConfig(
         rope_type="llama3",
         theta=theta,
         factor=factor,
@@ -113,11 +113,11 @@ def _llama3(cls: type[RopeConfig], fields: JsonFields, theta: float, factor: flo
     )
 
 
-def _yarn(cls: type[RopeConfig], fields: JsonFields, theta: float, factor: float) -> RopeConfig:
+def _yarn(fields: JsonFields, theta: float, factor: float) -> RopeConfig:
     def optional(name: str) -> float | None:
         return None if fields.get(name) is None else fields.number(name)
 
-    return cls(
+    return RopeConfig(
         rope_type="yarn",
         theta=theta,
         factor=factor,

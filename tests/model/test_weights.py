@@ -14,9 +14,10 @@ from paceline.model.config import ModelConfig
 from paceline.model.decoder import CausalLM
 from paceline.model.dummy_tensors import DummyTensor
 from paceline.model.errors import CheckpointError
+from paceline.model.ledger import get_parameter, tensor_targets
 from paceline.model.parameter import ShardedParameter, stack_shards
 from paceline.model.shard_plan import Span
-from paceline.model.weights import get_parameter, load_model, tensor_targets
+from paceline.model.weights import load_model
 
 CPU = torch.device("cpu")
 ODD = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3, "vocab_size": 259}
@@ -89,6 +90,13 @@ def test_dummy_weights_have_the_spread_of_trained_ones() -> None:
     assert 0.9 <= norm.min().item() < 0.91 < 1.09 < norm.max().item() <= 1.1
     bias = DummyTensor("q_proj.bias", (4096,), torch.float32, CPU)[(slice(None),)]
     assert -0.1 <= bias.min().item() < -0.09 < 0.09 < bias.max().item() <= 0.1
+
+
+def test_a_slice_of_a_large_dummy_tensor_is_that_part_of_the_whole() -> None:
+    tensor = DummyTensor("model.embed_tokens.weight", (5, 1 << 22), torch.float32, CPU)  # made in two pieces
+    whole = tensor[:, :]
+    assert torch.equal(tensor[4:5, 100:200], whole[4:5, 100:200])
+    assert torch.equal(tensor[1:3, 1 << 21 :], whole[1:3, 1 << 21 :])
 
 
 def test_dummy_tensors_differ_by_name_and_seed() -> None:

@@ -1,0 +1,111 @@
+"""Which checkpoint tensor fills which shard of which parameter: each exactly once, or the loading is refused.
+
+It is kept from the headers of the files alone, so that a bad checkpoint is refused before memory is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from paceline.model.checkpoint_files import STORED_DTYPES, StoredTensor
+from paceline.model.decoder import CausalLM
+from paceline.model.errors import CheckpointError
+from paceline.model.parameter import LoadedTensor, ShardedParameter, ShardId, expected_shape
+
+_MOST_FAULTS_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One tensor that fills one shard of a parameter, or all of them where shard_id is not among its shards."""
+
+    tensor: LoadedTensor
+    parameter_name: str
+    shard_id: ShardId
+
+
+class Ledger:
+    """Enters a checkpoint's tensors one by one and collects every fault, to report them together."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self.assignments: list[Assignment] = []
+        self.ignored: list[str] = []
+        """Tensors that the model does not need, as its family knows."""
+        self._model = model
+        self._targets = tensor_targets(model)
+        self._filled_by: dict[tuple[str, ShardId], str] = {}
+        self._faults: list[str] = []
+
+    def enter(self, tensor: StoredTensor) -> None:
+        """Assign a tensor to the shard that its name stands for."""
+        if tensor.name in self._targets:
+            self._assign(tensor, *self._targets[tensor.name])
+        elif self._is_harmless(tensor.name):
+            self.ignored.append(tensor.name)
+        else:
+            architecture = self._model.config.architecture
+            self._faults.append(f"tensor {tensor.name} in {tensor.file_name} has no place in a {architecture}")
+
+    def close(self, folder: Path, file_faults: Sequence[str]) -> None:
+        """Raise CheckpointError, all faults in one line, unless every shard is filled once and all tensors fit.
+
+        Where files themselves had faults, their tensors were never entered and so are not called missing.
+        """
+        faults = [*file_faults, *self._faults]
+        if not file_faults:
+            faults += [f"tensor {name} is missing" for name, target in self._targets.items() if self._is_empty(*target)]
+        if faults:
+            shown = "; ".join(faults[:_MOST_FAULTS_SHOWN])
+            more = f"; and {len(faults) - _MOST_FAULTS_SHOWN} more" if len(faults) > _MOST_FAULTS_SHOWN else ""
+            raise CheckpointError(f"checkpoint {folder} cannot be loaded: {shown}{more}")
+
+    def _assign(self, tensor: StoredTensor, parameter_name: str, shard_id: ShardId) -> None:
+        parameter = get_parameter(self._model, parameter_name)
+        where = f"tensor {tensor.name} in {tensor.file_name}"
+        expected = expected_shape(parameter, shard_id)
+        if tensor.shape != expected:
+            self._faults.append(f"{where} has shape {list(tensor.shape)}, not {list(expected)}")
+        if tensor.dtype_name not in STORED_DTYPES:
+            supported = ", ".join(STORED_DTYPES)
+            self._faults.append(f"{where} has type {tensor.dtype_name}; only {supported} are supported")
+        for part in [shard_id] if shard_id in parameter.shards else parameter.shards:
+            other = self._filled_by.setdefault((parameter_name, part), tensor.name)
+            if other != tensor.name:
+                self._faults.append(f"tensors {other} and {tensor.name} both fill {parameter_name}")
+        self.assignments.append(Assignment(tensor, parameter_name, shard_id))
+
+    def _is_empty(self, parameter_name: str, shard_id: ShardId) -> bool:
+        """Whether this is a shard that nothing fills; a parameter's stacked form is none of its shards."""
+        is_shard = shard_id in get_parameter(self._model, parameter_name).shards
+        return is_shard and (parameter_name, shard_id) not in self._filled_by
+
+    def _is_harmless(self, name: str) -> bool:
+        tied_head = name == "lm_head.weight" and self._model.config.tie_word_embeddings
+        return tied_head or name.endswith(self._model.ignored_tensors)
+
+
+def tensor_targets(model: CausalLM) -> dict[str, tuple[str, ShardId]]:
+    """For each tensor name that a checkpoint may hold: the parameter, and its shard that the tensor is.
+
+    A stacked parameter stands under the names of its shards and, for checkpoints that store it stacked, under its own,
+    with a shard id that it does not have.
+    """
+    targets: dict[str, tuple[str, ShardId]] = {}
+    for parameter_name, _ in model.named_parameters():
+        *prefix, module, kind = parameter_name.split(".")
+        for shard_id, shard_module in model.merged_modules.get(module, {}).items():
+            targets[".".join([*prefix, shard_module, kind])] = (parameter_name, shard_id)
+        targets[parameter_name] = (parameter_name, None)
+    return targets
+
+
+def get_parameter(model: nn.Module, name: str) -> ShardedParameter:
+    """The parameter of a name; TypeError where a layer was built with one that does not know its shards."""
+    parameter = model.get_parameter(name)
+    if not isinstance(parameter, ShardedParameter):
+        raise TypeError(f"{name} must be a ShardedParameter, not {type(parameter).__name__}")
+    return parameter
