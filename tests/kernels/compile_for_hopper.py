@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for NVIDIA's sm_90, which needs no GPU; run by test_compile.py without the interpreter."""
+"""Compile every Triton kernel for sm_90, which needs no GPU; test_compile.py runs this without the interpreter."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def assert_attention() -> Callable[[torch.Tensor, torch.Tensor], None]:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Rows of keys and values in a paged cache that is NaN elsewhere, with block tables that are invalid past each row."""
+    """Rows of keys and values in a paged cache that is NaN elsewhere; their block tables are invalid past each row."""
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor

@@ -14,4 +14,3 @@ def test_every_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert "compiled 11 kernels" in run.stdout

@@ -29,7 +29,10 @@ def keep_by_sorting(logits: torch.Tensor, temperature: float, top_k: int, top_p:
 def settings(device: torch.device, *rows: tuple[float, int, float, float]) -> list[torch.Tensor]:
     """Return the tensors of rows of (temperature, top_k, top_p, min_p)."""
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
-    return [torch.tensor(column, dtype=dtype, device=device) for column, dtype in zip(zip(*rows), dtypes)]
+    return [
+        torch.tensor(column, dtype=dtype, device=device)
+        for column, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
+    ]
 
 
 MIXED = [

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from paceline import LLM, SamplingParams
 from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.context import StepContext
@@ -62,7 +63,7 @@ MARGIN = 0.15
 
 
 def float32_logits(folder: Path, token_ids: Sequence[int], first: int) -> torch.Tensor:
-    """Logits [T - first, vocab] that the CPU path computes in float32 with the bfloat16 weights, from position first on."""
+    """Logits [T - first, vocab] of the CPU path in float32 with the bfloat16 weights, from position first on."""
     config = ModelConfig.from_folder(folder)
     device = torch.device("cpu")
     model = load_model(
@@ -87,23 +88,38 @@ def float32_logits(folder: Path, token_ids: Sequence[int], first: int) -> torch.
         return model.compute_logits(model(torch.tensor(token_ids), context), context)
 
 
-@pytest.mark.gpu
+GENERATE = """
+import json, sys
+from paceline import LLM, SamplingParams
+
+folder, prompts = sys.argv[1], json.loads(sys.argv[2])
+llm = LLM(folder, device="cuda", load_format="dummy", max_model_len=1024, max_batched_tokens=256, num_blocks=512)
+outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32, logprobs=0, ignore_eos=True))
+answers = [output.outputs[0] for output in outputs]
+print(json.dumps([[answer.token_ids, [entry.chosen for entry in answer.logprobs]] for answer in answers]))
+"""
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu2)])
 @pytest.mark.parametrize("config", [QWEN3_06B, LLAMA_32_1B], ids=["qwen3-0.6b", "llama3.2-1b"])
-def test_greedy_decoding_agrees_with_the_cpu(config: dict[str, object], tmp_path: Path) -> None:
-    """Every token that the GPU takes is the float32 argmax, or within the margin of bfloat16 of it."""
+def test_greedy_decoding_agrees_with_the_cpu(config: dict[str, object], size: int, tmp_path: Path) -> None:
+    """Every token that the GPUs take is the float32 argmax, or within the margin of bfloat16 of it."""
     (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generate.py").write_text(GENERATE)
     rng = random.Random(0)
     prompts = [[rng.randrange(10, 100000) for _ in range(length)] for length in (5, 64, 300, 17)]
-    params = SamplingParams(temperature=0, max_tokens=32, logprobs=0, ignore_eos=True)
-    with LLM(str(tmp_path), load_format="dummy", max_model_len=1024, max_batched_tokens=256, num_blocks=512) as llm:
-        assert llm.engine.device.type == "cuda"
-        outputs = llm.generate(prompts, params)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        answer = output.outputs[0].token_ids
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    result = subprocess.run(
+        [sys.executable, "-m", *torchrun, str(tmp_path / "generate.py"), str(tmp_path), json.dumps(prompts)],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    for prompt, (answer, logprobs) in zip(prompts, json.loads(result.stdout), strict=True):
         logits = float32_logits(tmp_path, [*prompt, *answer[:-1]], len(prompt) - 1)
-        taken = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        shortfall = logits.amax(1) - taken
+        taken = torch.tensor(answer)[:, None]
+        shortfall = logits.amax(1) - logits.gather(1, taken)[:, 0]
         assert shortfall.max() <= MARGIN, f"token {int(shortfall.argmax())} is {shortfall.max():.3f} below the best"
         assert (shortfall == 0).float().mean() >= 0.8
-        ours = torch.tensor([entry.chosen for entry in output.outputs[0].logprobs or []])
-        assert (ours - torch.log_softmax(logits, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]).abs().max() < MARGIN
+        expected = torch.log_softmax(logits, -1).gather(1, taken)[:, 0]
+        assert (torch.tensor(logprobs) - expected).abs().max() < MARGIN

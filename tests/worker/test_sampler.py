@@ -194,10 +194,8 @@ def test_presence_and_frequency_penalties_count_the_output_alone() -> None:
         ({"top_k": 30, "top_p": 0.6}, lambda: [TopKLogitsWarper(30), TopPLogitsWarper(0.6)]),
     ],
 )
-def test_filters_keep_what_transformers_keeps(
-    rules: dict[str, float], warpers: Callable[[], list[object]]
-) -> None:
-    """Every token that transformers keeps is drawn at some seed, at a temperature so high that all are about as likely."""
+def test_filters_keep_what_transformers_keeps(rules: dict[str, float], warpers: Callable[[], list[object]]) -> None:
+    """What transformers keeps, and nothing else, is drawn; the temperature makes all of it about as likely."""
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(8)) * 150
     chain = LogitsProcessorList([TemperatureLogitsWarper(100.0), *warpers()])
     kept = set(torch.isfinite(chain(torch.tensor([[1]]), logits.clone())[0]).nonzero().flatten().tolist())
