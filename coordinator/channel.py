@@ -247,6 +247,7 @@ class StepChannelReader:
     def report_error(self, text: str) -> None:
         """Tell the writer what failed here; the first 4,064 bytes of the text arrive."""
         self._status.error = text
+        os.eventfd_write(self._progress, 1)
 
     def close(self) -> None:
         """Let go of everything; again does nothing. To the writer this rank has ended."""

@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 2048
+_MAX_BLOCK = 8192
+_WAYS = 4
+"""A pass over a row tries so many thresholds: more take fewer passes, each with more arithmetic."""
 
 
 def filter_logits(
@@ -75,7 +77,8 @@ def filter_logits_triton(
 ) -> torch.Tensor:
     """`filter_logits` by a Triton kernel, one program a row."""
     num_rows, width = logits.shape
-    _filter_kernel[(num_rows,)](logits, temperature, top_k, top_p, min_p, width, _BLOCK, num_warps=8)
+    block = min(triton.next_power_of_2(width), _MAX_BLOCK)
+    _filter_kernel[(num_rows,)](logits, temperature, top_k, top_p, min_p, width, _WAYS, block, num_warps=32)
     return logits
 
 
@@ -87,6 +90,7 @@ def _filter_kernel(
     top_p_ptr: tl.tensor,
     min_p_ptr: tl.tensor,
     width: tl.tensor,
+    WAYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -104,10 +108,10 @@ def _filter_kernel(
     threshold = float("-inf")
     if limits_count:
         target = top_k.to(tl.float32)
-        threshold = _largest_threshold(row_ptr, width, threshold, target, peak, inverse_temperature, False, BLOCK)
+        threshold = _largest_threshold(row_ptr, width, threshold, target, peak, inverse_temperature, False, WAYS, BLOCK)
     if limits_mass:
         target = top_p * _mass(row_ptr, width, threshold, peak, inverse_temperature, BLOCK)
-        threshold = _largest_threshold(row_ptr, width, threshold, target, peak, inverse_temperature, True, BLOCK)
+        threshold = _largest_threshold(row_ptr, width, threshold, target, peak, inverse_temperature, True, WAYS, BLOCK)
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         logits = _load(row_ptr, columns, width)
@@ -124,13 +128,13 @@ def _largest_threshold(
     peak: tl.tensor,
     inverse_temperature: tl.tensor,
     BY_MASS: tl.constexpr,
+    WAYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Return the largest of float32 from least to peak at or above which the logits' count, or mass, reaches target.
 
-    Searches the integers that order the floats, nine ways a pass over the row: halving would take three times as many.
+    Searches the integers that order the floats: a pass over the row tries WAYS of them and leaves one part in WAYS + 1.
     """
-    WAYS: tl.constexpr = 8
     low = _ordered(least).to(tl.int64)
     high = _ordered(peak).to(tl.int64)
     while low < high:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.coordinator.coordinator import RequestTimings
+from paceline.coordinator.events import RequestTimings
 from paceline.coordinator.messages import TokenLogprobs
 
 
