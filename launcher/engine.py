@@ -13,8 +13,8 @@ from typing import Any
 from paceline.coordinator.channel import StepChannelReader, StepChannelWriter
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.events import RequestEvent, RequestTimings
 from paceline.coordinator.errors import EngineError, InputError
+from paceline.coordinator.events import RequestEvent, RequestTimings
 from paceline.coordinator.messages import TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.checkpoint_source import resolve_checkpoint

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from tqdm import tqdm
+
 from paceline.coordinator.errors import InputError
 from paceline.coordinator.sampling_params import SamplingParams, is_int
 from paceline.launcher.engine import ChoiceUpdate, make_config, start_engine
 from paceline.launcher.outputs import CompletionOutput, RequestOutput, StreamChunk
 from paceline.launcher.tokenizer import Message
-from tqdm import tqdm
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "StreamChunk"]
 

@@ -1,30 +1,27 @@
 """Starts the ranks of one engine on this host: `python -m paceline.launcher.start [--script FILE] [ARGUMENT …]`.
 
-Every rank runs `python -m paceline.launcher ARGUMENT …` (or the script) in the environment that
-`torchrun --standalone --nproc-per-node N` would give it, N being --tp or the number of GPUs. Unlike torchrun it exits
-with the code of the rank that failed and prints no traceback of its own, ends a frozen rank within seconds of another's
-failure (torchrun: 30 s), and lets the ranks take as long as they need to finish their requests after a signal.
+It hands over to `torchrun --standalone --nproc-per-node N -m paceline.launcher ARGUMENT …`, N being --tp or the number
+of GPUs. torchrun's own code runs in this process, so that a failed rank, which has said in one line what to change, is
+not followed by torchrun's report and traceback, and its exit code becomes ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from paceline.coordinator.errors import InputError
+from paceline.launcher.tp_range import is_tp_range
 
-FAILURE_GRACE_S = 5.0
-"""How long ranks may take to end once one of them has ended for bad, or at a second signal; then they are killed."""
-POLL_S = 0.05
+SHUTDOWN_SECONDS = 10
+"""How long ranks may take to end once one of them has failed or a signal came; then torchrun kills them."""
 USAGE_ERROR = 2
 """Exit code for arguments that cannot be carried out."""
 
@@ -37,11 +34,11 @@ def main() -> int:
     except InputError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return USAGE_ERROR
-    command = [sys.executable, "-u", *program, *arguments]
     if ranks == 1:
-        # One rank needs nobody to watch it, and no rendezvous: it takes this process's place.
-        os.execve(command[0], command, {**os.environ, **rank_environment(0, 1)})
-    return run_ranks(command, ranks)
+        # One rank needs no rendezvous and nobody to watch it: it takes this process's place.
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.execve(sys.executable, [sys.executable, "-u", *program, *arguments], {**os.environ, **alone})
+    return run_ranks([*program, *arguments], ranks)
 
 
 def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -59,16 +56,20 @@ def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def number_of_ranks(arguments: Sequence[str], count_gpus: Callable[[], int]) -> int:
     """--tp (--tensor-parallel-size) where it is given anywhere, else a rank for each GPU, and 1 without one.
 
-    Help, and --device cpu, take one rank. Raises InputError where --tp is no positive whole number.
+    Help, and --device cpu, take one rank, and so does `verify` for several numbers or the config alone. Raises
+    InputError where --tp is no positive whole number.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tp", "--tensor-parallel-size", dest="tp")
     parser.add_argument("--device")
+    parser.add_argument("--config-only", action="store_true")
     parser.add_argument("-h", "--help", "--version", dest="information", action="store_true")
     try:
         options, _ = parser.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
         raise InputError(f"{error.argument_name} must be followed by a value") from error
+    if options.config_only or (list(arguments[:1]) == ["verify"] and is_tp_range(options.tp or "")):
+        return 1
     if options.tp is not None:
         # Not int() alone, which also takes "1_0" and " 2".
         if not (options.tp.isascii() and options.tp.isdigit() and int(options.tp) > 0):
@@ -98,108 +99,34 @@ def visible_gpus() -> int:
     return sum(bool(entry) for entry in entries[:hidden_from])
 
 
-def rank_environment(rank: int, ranks: int) -> dict[str, str]:
-    """A rank's place among the ranks of this host, in torchrun's variables."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-    }
+def run_ranks(arguments: Sequence[str], ranks: int) -> int:
+    """Run torchrun with these arguments on one host; returns the first failed rank's exit code, or 0.
 
-
-def run_ranks(command: Sequence[str], ranks: int) -> int:
-    """Run the command once for each rank until all have ended; return the exit code."""
+    A rank that signal n ended counts as 128 + n, as in a shell.
+    """
     # Only here: a single rank's start does not wait for this process to import torch.
-    import torch.distributed as dist
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # This process keeps the rendezvous, so that its port is free by construction and two engines never meet.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // ranks)),
-    }
-    return RankWatch(command, [{**shared, **rank_environment(rank, ranks)} for rank in range(ranks)]).run()
-
-
-class RankWatch:
-    """The processes of all ranks, from their start to the end of the last."""
-
-    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
-        """environments: what each rank's environment has beside this process's own, in rank order."""
-        self._command = list(command)
-        self._environments = environments
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._signals = 0
-        self._kill_at: float | None = None
-        self._failed: tuple[int, int] | None = None
-
-    def run(self) -> int:
-        """Start the ranks, wait for all, and return the exit code. Signals are passed on to every rank."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, self._pass_on)
-        for environment in self._environments:
-            self._processes.append(
-                # Its own session: an interrupt typed at the terminal reaches the ranks once, through this process.
-                subprocess.Popen(self._command, env={**os.environ, **environment}, start_new_session=True)
-            )
-        if self._signals:
-            self._send(signal.SIGTERM)  # to those that were not yet there when the signal came
-        while any(process.poll() is None for process in self._processes):
-            self._check()
-            time.sleep(POLL_S)
-        self._check()
-        return self._exit_code()
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """A first signal asks the ranks to finish; at a second they have FAILURE_GRACE_S left."""
-        self._signals += 1
-        if self._signals > 1:
-            self._set_deadline()
-        self._send(signal.Signals(number))
-
-    def _check(self) -> None:
-        """See which ranks have ended, and what follows for the others."""
-        codes = [process.poll() for process in self._processes]
-        failures = [(rank, code) for rank, code in enumerate(codes) if code]
-        if failures and self._failed is None:
-            # Where several ended since the last look, one that was killed is the cause of the others' errors.
-            self._failed = min(failures, key=lambda failure: failure[1] > 0)
-            self._set_deadline()
-            self._send(signal.SIGTERM)
-        if self._signals and any(code is not None for code in codes):
-            self._set_deadline()
-        if self._kill_at is not None and time.monotonic() > self._kill_at:
-            self._send(signal.SIGKILL)
-
-    def _set_deadline(self) -> None:
-        if self._kill_at is None:
-            self._kill_at = time.monotonic() + FAILURE_GRACE_S
-
-    def _send(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    def _exit_code(self) -> int:
-        """The first failed rank's code, as a shell has it: 128 + n for a rank that signal n ended."""
-        if self._failed is None:
-            return 0
-        rank, code = self._failed
-        if code > 0:
-            return code
-        if not self._signals:
-            hint = "; was the memory full?" if -code == signal.SIGKILL else ""
-            print(f"paceline: rank {rank} was ended by {signal.Signals(-code).name}{hint}", file=sys.stderr)
-        return 128 - code
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    try:
+        torchrun.run(torchrun.parse_args(["--standalone", "--nproc-per-node", str(ranks), *arguments]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        number = signal.Signals(-failure.exitcode)
+        hint = "; was the memory full?" if number is signal.SIGKILL else ""
+        print(f"paceline: rank {rank} was ended by {number.name}{hint}", file=sys.stderr)
+        return 128 + number
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
 
 
 if __name__ == "__main__":

@@ -13,36 +13,28 @@ from pathlib import Path
 import pytest
 
 from paceline.coordinator.errors import InputError
-from paceline.launcher.start import number_of_ranks, rank_environment, split_script, visible_gpus
+from paceline.launcher.start import number_of_ranks, split_script, visible_gpus
 
-Start = Callable[..., subprocess.Popen[str]]
-
-WATCH = "import sys; from paceline.launcher.start import RankWatch, rank_environment as e; "
-WATCH += "sys.exit(RankWatch([sys.executable, '-c', sys.argv[1]], [e(0, 2), e(1, 2)]).run())"
+Start = Callable[[str], subprocess.Popen[str]]
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Start:
-    """Starts two ranks of a piece of Python under a watch, as run_ranks does after importing torch."""
+def start(tmp_path: Path) -> Start:
+    """Starts two ranks of a piece of Python, in which `rank` is the rank's number."""
 
-    def start(code: str) -> subprocess.Popen[str]:
+    def run(code: str) -> subprocess.Popen[str]:
         prelude = "import os, pathlib, signal, sys, time\nrank = int(os.environ['RANK'])\n"
-        prelude += "def say(word): os.write(1, f'{word}\\n'.encode())\n"  # in one piece, unlike print
+        script = tmp_path / "script.py"
+        script.write_text(prelude + textwrap.dedent(code))
         return subprocess.Popen(
-            [sys.executable, "-c", WATCH, prelude + textwrap.dedent(code)],
+            [sys.executable, "-m", "paceline.launcher.start", "--script", str(script), "--tp", "2"],
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    return start
-
-
-def wait_for_ranks(process: subprocess.Popen[str], word: str) -> None:
-    """Read until both ranks have said the word."""
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == [f"{word}\n"] * 2
+    return run
 
 
 @pytest.mark.parametrize(
@@ -150,19 +142,14 @@ def test_one_rank_runs_alone_in_this_process(tmp_path: Path) -> None:
     assert process.returncode == 5
 
 
-def test_rank_environment_names_one_host() -> None:
-    environment = rank_environment(1, 3)
-    assert (environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"]) == ("1", "1", "3")
-
-
-def test_all_ranks_done_is_success(watch: Start) -> None:
-    process = watch("time.sleep(0.2 * rank)")
+def test_all_ranks_done_is_success(start: Start) -> None:
+    process = start("time.sleep(0.2 * rank)")
     assert process.communicate(timeout=60) == ("", "")
     assert process.returncode == 0
 
 
-def test_the_failed_rank_gives_the_code_and_the_only_words(watch: Start) -> None:
-    process = watch(
+def test_the_failed_rank_gives_the_code_and_the_only_words(start: Start) -> None:
+    process = start(
         """
         if rank == 1:
             print("rank 1 says why", file=sys.stderr)
@@ -175,71 +162,42 @@ def test_the_failed_rank_gives_the_code_and_the_only_words(watch: Start) -> None
     assert process.returncode == 7
 
 
-def test_a_frozen_rank_does_not_keep_the_others(watch: Start) -> None:
-    process = watch(
+def test_a_killed_rank_is_named(start: Start) -> None:
+    process = start("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(600)")
+    _, errors = process.communicate(timeout=60)
+    assert errors == "paceline: rank 1 was ended by SIGKILL; was the memory full?\n"
+    assert process.returncode == 128 + signal.SIGKILL
+
+
+def test_a_frozen_rank_does_not_keep_the_others(start: Start) -> None:
+    process = start(
         """
-        pathlib.Path(f"pid{rank}").write_text(str(os.getpid()))
-        if rank == 0:
-            while not pathlib.Path("pid1").exists() or not pathlib.Path("pid1").read_text():
-                time.sleep(0.01)
-            os.kill(int(pathlib.Path("pid1").read_text()), signal.SIGSTOP)
-            sys.exit(9)
-        time.sleep(600)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1)
+        sys.exit(9)
         """
     )
     process.communicate(timeout=60)
     assert process.returncode == 9
 
 
-def test_a_killed_rank_is_named(watch: Start) -> None:
-    process = watch("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(600)")
-    _, errors = process.communicate(timeout=60)
-    assert errors == "paceline: rank 1 was ended by SIGKILL; was the memory full?\n"
-    assert process.returncode == 128 + signal.SIGKILL
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_ranks_finish(watch: Start, number: signal.Signals) -> None:
-    process = watch(
-        f"""
-        def finish(number, frame):
-            say("finishing")
-            time.sleep(0.5)
-            say("finished")
-            sys.exit(0)
-        signal.signal({int(number)}, finish)
-        say("ready")
+def test_a_signal_ends_all_ranks(start: Start, number: signal.Signals) -> None:
+    process = start(
+        """
+        pathlib.Path(f"pid{rank}.new").write_text(str(os.getpid()))
+        os.rename(f"pid{rank}.new", f"pid{rank}")
+        os.write(1, b"ready\\n")
         time.sleep(600)
         """
     )
-    wait_for_ranks(process, "ready")
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
-    assert sorted(output.splitlines()) == ["finished", "finished", "finishing", "finishing"]
-    assert (process.returncode, errors) == (0, "")
-
-
-def test_a_signal_ends_ranks_that_do_not_handle_it(watch: Start) -> None:
-    process = watch('say("ready"); time.sleep(600)')
-    wait_for_ranks(process, "ready")
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60) == ("", "")
-    assert process.returncode == 128 + signal.SIGTERM
-
-
-def test_a_second_signal_ends_ranks_that_do_not_listen(watch: Start) -> None:
-    process = watch(
-        """
-        signal.signal(signal.SIGTERM, lambda number, frame: say("not now"))
-        say("ready")
-        while True:
-            time.sleep(600)
-        """
-    )
-    wait_for_ranks(process, "ready")
-    process.send_signal(signal.SIGTERM)
-    wait_for_ranks(process, "not now")
-    process.send_signal(signal.SIGTERM)
-    wait_for_ranks(process, "not now")
-    assert process.communicate(timeout=60) == ("", "")
-    assert process.returncode == 128 + signal.SIGKILL
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "launcher/start.py" not in errors, "no traceback of the starter"
+    folder = Path(process.args[4]).parent  # type: ignore[index]
+    for rank in range(2):
+        assert not Path(f"/proc/{(folder / f'pid{rank}').read_text()}").exists()

@@ -1,23 +1,12 @@
-"""Tiny random checkpoints written by transformers, and this project's logits of them over a small paged cache."""
+"""This project's logits of a checkpoint, over a small paged cache."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from paceline.model.communicator import Communicator, run_simulated_ranks
 from paceline.model.config import ModelConfig
@@ -26,70 +15,8 @@ from paceline.model.decoder import CausalLM
 from paceline.model.shard_plan import ShardPlan
 from paceline.model.weights import load_model
 
-FAMILIES: dict[str, tuple[type, type]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
-
 Steps = Sequence[Sequence[tuple[int, int]]]
 """For each step its (row, number of tokens) pairs, rows of one token first."""
-
-
-class TinyCheckpoint:
-    """A folder, and the transformers model that wrote it."""
-
-    def __init__(self, folder: Path, family: str, settings: dict[str, Any]) -> None:
-        config_class, model_class = FAMILIES[family]
-        torch.manual_seed(len(family) + settings["hidden_size"])
-        self.folder = folder
-        self.reference: PreTrainedModel = model_class(config_class(**settings)).eval()
-        for name, parameter in self.reference.named_parameters():
-            scale = 1.0 if name.endswith("bias") else 0.2  # B12: biases as large as N(0, 1)
-            parameter.data.normal_(1.0 if name.endswith("norm.weight") else 0.0, scale)
-        self.reference.save_pretrained(folder)
-
-    def reference_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[T, vocab_size] of transformers in float32."""
-        with torch.inference_mode():
-            logits: torch.Tensor = self.reference(torch.tensor([token_ids])).logits[0]
-            return logits
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyCheckpoint]:
-    """tiny(family, **settings): the checkpoint of these settings, made once; not to be changed by tests."""
-    made: dict[str, TinyCheckpoint] = {}
-
-    def make(family: str, **changes: Any) -> TinyCheckpoint:
-        settings = TINY | ({"head_dim": 32} if family == "qwen3" else {}) | changes
-        key = family + json.dumps(settings, sort_keys=True)
-        if key not in made:
-            made[key] = TinyCheckpoint(tmp_path_factory.mktemp(family), family, settings)
-        return made[key]
-
-    return make
-
-
-@pytest.fixture
-def own_tiny(tmp_path: Path) -> Callable[..., TinyCheckpoint]:
-    """The same, made for one test, which may damage its files."""
-
-    def make(family: str = "llama", **changes: Any) -> TinyCheckpoint:
-        return TinyCheckpoint(tmp_path, family, TINY | changes)
-
-    return make
 
 
 class PagedRows:

@@ -140,7 +140,11 @@ def test_a_file_cut_short(own_tiny: Callable) -> None:
     folder = own_tiny().folder
     paths = split(folder)
     os.truncate(paths[1], paths[1].stat().st_size - 1000)
-    assert "model-00002-of-00003.safetensors is cut short or is not a safetensors file" in fault(folder)
+    size = paths[1].stat().st_size
+    wanted = (
+        f"model-00002-of-00003.safetensors is cut short: it has {size} bytes, and its header speaks of {size + 1000}"
+    )
+    assert wanted in fault(folder)
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -159,6 +163,34 @@ def test_an_index_that_puts_a_tensor_into_the_wrong_file(own_tiny: Callable) -> 
     other = other if here != other else "model-00002-of-00003.safetensors"
     edit_index(folder, **{Q_PROJ: other})
     assert f"{INDEX_NAME} puts tensor {Q_PROJ} into {other}, which lacks it" in fault(folder)
+
+
+def test_an_index_that_names_pickled_weights(own_tiny: Callable) -> None:
+    folder = own_tiny().folder
+    split(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    edit_index(folder, **{Q_PROJ: "pytorch_model.bin"})
+    assert "names the file 'pytorch_model.bin', which is not a .safetensors file" in fault(folder)
+
+
+def test_an_index_that_is_a_git_lfs_pointer(own_tiny: Callable) -> None:
+    folder = own_tiny().folder
+    (folder / INDEX_NAME).write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert f"{INDEX_NAME} is a Git LFS pointer" in fault(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "method"),
+    [
+        ("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}', "FP8"),
+        ("quantize_config.json", '{"bits": 4, "group_size": 128}', "gptq"),
+        ("quant_config.json", '{"w_bit": 4, "version": "GEMM"}', "GEMM"),
+    ],
+)
+def test_quantisation_told_beside_config_json(name: str, content: str, method: str, own_tiny: Callable) -> None:
+    folder = own_tiny().folder
+    (folder / name).write_text(content)
+    assert f"{name}: quantization {method!r} is not supported" in fault(folder)
 
 
 @pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/weights.safetensors", "a/../../b.safetensors"])
@@ -208,8 +240,8 @@ def put(name: str, value: torch.Tensor) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (drop(Q_PROJ), f"tensor {Q_PROJ} is missing"),
-        (drop("model.norm.weight"), "tensor model.norm.weight is missing"),
+        (drop(Q_PROJ), f"tensor {Q_PROJ} of shape [64, 64] is missing"),
+        (drop("model.norm.weight"), "tensor model.norm.weight of shape [64] is missing"),
         (put(Q_PROJ, torch.zeros(72, 64)), f"{Q_PROJ} in model.safetensors has shape [72, 64], not [64, 64]"),
         (put(GATE_PROJ, torch.zeros(64, 128)), f"{GATE_PROJ} in model.safetensors has shape [64, 128], not [128, 64]"),
         (put("model.norm.weight", torch.zeros(1, 64)), "model.norm.weight in model.safetensors has shape [1, 64]"),
@@ -219,7 +251,10 @@ def put(name: str, value: torch.Tensor) -> Callable[[dict[str, Any]], None]:
         ),
         (put(Q_PROJ, torch.zeros(64, 64, dtype=torch.int32)), "has type I32; only BF16, F16, F32 are supported"),
         (put(Q_PROJ + "_scale_inv", torch.ones(1)), f"{Q_PROJ}_scale_inv in model.safetensors has no place in a Llama"),
-        (put(Q_PROJ.replace("q_proj.weight", "q_proj.qweight"), torch.ones(1)), "q_proj.qweight in model.safetensors"),
+        (
+            put(Q_PROJ.replace("q_proj.weight", "q_proj.qweight"), torch.ones(1)),
+            "q_proj.qweight in model.safetensors has no place in a LlamaForCausalLM (it belongs to a quantised",
+        ),
         (put(Q_PROJ.replace("weight", "bias"), torch.ones(64)), "q_proj.bias in model.safetensors has no place"),
         (
             put(Q_PROJ.replace("q_proj", "qkv_proj"), torch.zeros(128, 64)),
@@ -243,7 +278,11 @@ def test_all_faults_are_reported_together(own_tiny: Callable) -> None:
     content["model.extra"] = torch.zeros(1)
     save(folder, content)
     message = fault(folder)
-    for part in ("lm_head.weight is missing", f"{Q_PROJ} in model.safetensors has shape [8, 8]", "model.extra"):
+    for part in (
+        "lm_head.weight of shape [256, 64] is missing",
+        f"{Q_PROJ} in model.safetensors has shape [8, 8]",
+        "model.extra",
+    ):
         assert part in message
     save(folder, {"model.norm.weight": torch.ones(64)})
     assert "; and 10 more" in fault(folder)
@@ -261,7 +300,8 @@ def test_weights_are_cast_and_it_is_said(
         model = load(folder, dtype=wanted)
     assert torch.equal(model.model.embed_tokens.weight, content["model.embed_tokens.weight"].to(wanted))
     assert all(parameter.dtype == wanted for parameter in model.parameters())
-    said = [record.levelno for record in caplog.records if f"{stored} are cast to {wanted}" in record.getMessage()]
+    cast = f"stored as {stored} are cast to {wanted}".replace("torch.", "")
+    said = [record.levelno for record in caplog.records if cast in record.getMessage()]
     level = logging.WARNING if wanted == torch.float16 else logging.INFO
     assert said == ([] if stored == wanted else [level])
 
@@ -271,6 +311,8 @@ def test_values_beyond_float16_are_refused(own_tiny: Callable) -> None:
     content = tensors(folder)
     content[Q_PROJ][3, 5] = 70000.0
     save(folder, content)
-    with pytest.raises(CheckpointError, match=f"{Q_PROJ} holds 70000, beyond float16"):
+    with pytest.raises(
+        CheckpointError, match=rf"{Q_PROJ} in model.safetensors holds 70000 at \[3, 5\], beyond float16"
+    ):
         load(folder, dtype=torch.float16)
     load(folder, dtype=torch.bfloat16)

@@ -15,12 +15,17 @@ from paceline.model.decoder import CausalLM
 from paceline.model.dummy_tensors import DummyTensor
 from paceline.model.errors import CheckpointError
 from paceline.model.ledger import get_parameter, tensor_targets
-from paceline.model.parameter import ShardedParameter, stack_shards
+from paceline.model.parameter import Box, ShardedParameter, stack_shards
 from paceline.model.shard_plan import Span
 from paceline.model.weights import load_model
 
 CPU = torch.device("cpu")
+NO_BUFFER = torch.empty(0, dtype=torch.uint8)
 ODD = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3, "vocab_size": 259}
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    return tuple(slice(0, size) for size in shape)
 
 
 def load_all(folder: object, config: ModelConfig, tp: int, load_format: str) -> list[CausalLM]:
@@ -40,12 +45,10 @@ def reassemble(models: list[CausalLM]) -> dict[str, torch.Tensor]:
             parameter = get_parameter(model, parameter_name)
             shard = parameter.shards[shard_id]
             full = whole.setdefault(name, torch.full(shard.full_shape, torch.nan))
-            there = full.narrow(shard.dim, shard.span.start, shard.span.length)
-            here = parameter.data.narrow(shard.dim, shard.offset, shard.span.length)
+            there, here = full[shard.source()], parameter.data[shard.target]
             assert torch.equal(there.where(~there.isnan(), here), here)
             there.copy_(here)
-            padding = shard.span.padded - shard.span.length
-            assert not parameter.data.narrow(shard.dim, shard.offset + shard.span.length, padding).any()
+            assert not parameter.data[shard.padding].any()
     return whole
 
 
@@ -78,7 +81,8 @@ def test_dummy_weights_are_the_same_model_at_any_number_of_ranks(family: str, tp
 
 
 def test_dummy_weights_have_the_spread_of_trained_ones() -> None:
-    matrix = DummyTensor("model.layers.0.mlp.up_proj.weight", (512, 256), torch.float32, CPU)[:512, :256]
+    tensor = DummyTensor("model.layers.0.mlp.up_proj.weight", (512, 256), torch.float32, CPU)
+    matrix = tensor.read(whole_box(tensor.shape), NO_BUFFER)
     assert matrix.std().item() == pytest.approx(1 / 16, rel=0.02)
     assert matrix.mean().item() == pytest.approx(0, abs=1e-3)
     # Neighbours in a row or a column have nothing to do with one another: 4 standard errors of the correlation.
@@ -86,39 +90,27 @@ def test_dummy_weights_have_the_spread_of_trained_ones() -> None:
         correlation = torch.corrcoef(torch.stack((first.flatten(), second.flatten())))[0, 1]
         assert abs(correlation.item()) < 4 / matrix.numel() ** 0.5
     assert matrix.unique().numel() > 0.98 * matrix.numel()
-    norm = DummyTensor("model.norm.weight", (4096,), torch.float32, CPU)[(slice(None),)]
+    norm = DummyTensor("model.norm.weight", (4096,), torch.float32, CPU).read((slice(0, 4096),), NO_BUFFER)
     assert 0.9 <= norm.min().item() < 0.91 < 1.09 < norm.max().item() <= 1.1
-    bias = DummyTensor("q_proj.bias", (4096,), torch.float32, CPU)[(slice(None),)]
+    bias = DummyTensor("q_proj.bias", (4096,), torch.float32, CPU).read((slice(0, 4096),), NO_BUFFER)
     assert -0.1 <= bias.min().item() < -0.09 < 0.09 < bias.max().item() <= 0.1
 
 
-def test_a_slice_of_a_large_dummy_tensor_is_that_part_of_the_whole() -> None:
-    tensor = DummyTensor("model.embed_tokens.weight", (5, 1 << 22), torch.float32, CPU)  # made in two pieces
-    whole = tensor[:, :]
-    assert torch.equal(tensor[4:5, 100:200], whole[4:5, 100:200])
-    assert torch.equal(tensor[1:3, 1 << 21 :], whole[1:3, 1 << 21 :])
+def test_a_part_of_a_dummy_tensor_is_that_part_of_the_whole() -> None:
+    tensor = DummyTensor("model.embed_tokens.weight", (50, 400), torch.float32, CPU)
+    whole = tensor.read(whole_box(tensor.shape), NO_BUFFER)
+    assert torch.equal(tensor.read((slice(40, 50), slice(100, 200)), NO_BUFFER), whole[40:, 100:200])
+    assert torch.equal(tensor.read((slice(1, 3), slice(200, 400)), NO_BUFFER), whole[1:3, 200:])
 
 
 def test_dummy_tensors_differ_by_name_and_seed() -> None:
-    slices = (slice(0, 8), slice(0, 8))
-    tensors = [DummyTensor(name, (8, 8), torch.float32, CPU, seed)[slices] for name in ("a", "b") for seed in (0, 1)]
+    box = (slice(0, 8), slice(0, 8))
+    tensors = [
+        DummyTensor(name, (8, 8), torch.float32, CPU, seed).read(box, NO_BUFFER)
+        for name in ("a", "b")
+        for seed in (0, 1)
+    ]
     assert len({tuple(tensor.flatten().tolist()) for tensor in tensors}) == 4
-
-
-class RecordingTensor:
-    """A full tensor that remembers which slices were read."""
-
-    name = "w"
-    dtype = torch.float32
-
-    def __init__(self, full: torch.Tensor) -> None:
-        self._full = full
-        self.shape = tuple(full.shape)
-        self.read: list[tuple[slice, ...]] = []
-
-    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
-        self.read.append(slices)
-        return self._full[slices]
 
 
 def two_shards() -> ShardedParameter:
@@ -127,31 +119,36 @@ def two_shards() -> ShardedParameter:
     return ShardedParameter((4, 5), torch.float32, stack_shards(spans, 5)).materialise(CPU)
 
 
-def test_only_a_ranks_own_slices_are_read() -> None:
-    parameter, full = two_shards(), torch.randn(6, 5)
-    loaded = RecordingTensor(full)
-    parameter.weight_loader(parameter, loaded, "q")
-    assert loaded.read == [(slice(2, 4), slice(0, 5))]
-    nothing = RecordingTensor(torch.randn(4, 5))
-    parameter.weight_loader(parameter, nothing, "k")
-    assert nothing.read == []
-    assert torch.equal(parameter.data, torch.cat((full[2:4], torch.zeros(2, 5))))
+def boxes(parameter: ShardedParameter, loaded: DummyTensor, shard_id: str | None) -> list[tuple[Box, Box]]:
+    """Source and target of each copy that the parameter asks for."""
+    return [(copy.source, copy.target) for copy in parameter.weight_loader(parameter, loaded, shard_id)]
+
+
+def full(*shape: int) -> DummyTensor:
+    return DummyTensor("w", shape, torch.float32, CPU)
+
+
+def test_only_a_ranks_own_part_is_asked_for() -> None:
+    parameter = two_shards()
+    assert boxes(parameter, full(6, 5), "q") == [((slice(2, 4), slice(0, 5)), (slice(0, 2), slice(0, 5)))]
+    assert boxes(parameter, full(4, 5), "k") == []
 
 
 def test_a_fused_tensor_is_cut_shard_by_shard() -> None:
-    parameter, full = two_shards(), torch.randn(10, 5)
-    loaded = RecordingTensor(full)
-    parameter.weight_loader(parameter, loaded, None)
-    assert loaded.read == [(slice(2, 4), slice(0, 5))]
-    assert torch.equal(parameter.data[:2], full[2:4])
+    spans = {"q": Span(2, 2, 3, 6), "k": Span(1, 1, 1, 4), "v": Span(1, 1, 1, 4)}
+    parameter = ShardedParameter((5, 5), torch.float32, stack_shards(spans, 5))
+    columns = slice(0, 5)
+    assert boxes(parameter, full(14, 5), None) == [
+        ((slice(2, 4), columns), (slice(0, 2), columns)),
+        ((slice(7, 8), columns), (slice(3, 4), columns)),
+        ((slice(11, 12), columns), (slice(4, 5), columns)),
+    ]
 
 
 @pytest.mark.parametrize(("shard_id", "shape"), [("q", [6, 5]), ("k", [4, 5]), (None, [10, 5])])
-def test_the_full_shape_is_checked_before_slicing(shard_id: str | None, shape: list[int]) -> None:
-    parameter, loaded = two_shards(), RecordingTensor(torch.zeros(12, 5))
+def test_the_full_shape_is_checked_before_cutting(shard_id: str | None, shape: list[int]) -> None:
     with pytest.raises(CheckpointError, match=re.escape(f"tensor w has shape [12, 5], not {shape}")):
-        parameter.weight_loader(parameter, loaded, shard_id)
-    assert loaded.read == []
+        boxes(two_shards(), full(12, 5), shard_id)
 
 
 def test_parameters_take_no_memory_before_weights_are_there() -> None:

@@ -1,0 +1,187 @@
+"""Faults that only the elements show, and elements not written once: found, named, and told to other ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.model import shard_reader, weights
+from paceline.model.communicator import Communicator, SingleRank, run_simulated_ranks
+from paceline.model.config import ModelConfig
+from paceline.model.coverage import Coverage
+from paceline.model.decoder import CausalLM
+from paceline.model.errors import CheckpointError, LoadingStopped
+from paceline.model.ledger import get_parameter
+from paceline.model.parameter import Copy, LoadedTensor, ShardedParameter, ShardId, shard_copies
+
+CPU = torch.device("cpu")
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+O_PROJ = "model.layers.1.self_attn.o_proj.weight"
+NORM = "model.norm.weight"
+
+
+def load(
+    folder: Path, comm: Communicator | None = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> CausalLM:
+    config = ModelConfig.from_folder(folder)
+    return weights.load_model(folder, config, comm or SingleRank(), CPU, dtype, max_model_len=64, **options)
+
+
+def change(folder: Path, name: str, place: tuple[int, ...], value: float) -> None:
+    content = load_file(folder / "model.safetensors")
+    content[name][place] = value
+    save_file(content, folder / "model.safetensors")
+
+
+def outcome_by_rank(folder: Path, tp: int) -> list[str]:
+    """What loading says on each rank; empty where it succeeds."""
+
+    def body(comm: Communicator) -> str:
+        try:
+            load(folder, comm)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    return run_simulated_ranks(tp, body)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_is_found_by_the_rank_that_reads_it(value: float, own_tiny: Callable) -> None:
+    folder = own_tiny().folder
+    change(folder, Q_PROJ, (40, 3), value)
+    first, second = outcome_by_rank(folder, 2)
+    assert first == ""
+    assert f"tensor {Q_PROJ} in model.safetensors holds {value:g} at [40, 3]" in second
+
+
+def test_the_place_is_that_in_the_full_tensor_for_columns_and_vectors_too(own_tiny: Callable) -> None:
+    folder = own_tiny().folder
+    change(folder, O_PROJ, (7, 50), float("nan"))
+    change(folder, NORM, (9,), float("nan"))
+    first, second = outcome_by_rank(folder, 2)
+    assert O_PROJ not in first
+    assert f"tensor {O_PROJ} in model.safetensors holds nan at [7, 50]" in second
+    for message in (first, second):
+        assert f"tensor {NORM} in model.safetensors holds nan at [9]" in message
+
+
+def test_a_value_that_only_the_cast_makes_infinite(own_tiny: Callable) -> None:
+    folder = own_tiny().folder
+    largest = torch.finfo(torch.float32).max  # rounds up to infinity in bfloat16
+    change(folder, Q_PROJ, (0, 1), largest)
+    load(folder)
+    with pytest.raises(CheckpointError, match=re.escape("holds 3.40282e+38 at [0, 1], beyond bfloat16")):
+        load(folder, dtype=torch.bfloat16)
+
+
+def meddle(monkeypatch: pytest.MonkeyPatch, parameter_name: str, loader: Callable) -> None:
+    """Give one parameter of every model another weight_loader."""
+    materialise = weights._materialise
+
+    def with_loader(model: CausalLM, device: torch.device) -> None:
+        materialise(model, device)
+        get_parameter(model, parameter_name).weight_loader = loader
+
+    monkeypatch.setattr(weights, "_materialise", with_loader)
+
+
+def cut_after_headers(path: Path, size: int) -> Callable[..., Iterator[Copy]]:
+    def loader(parameter: ShardedParameter, loaded: LoadedTensor, shard_id: ShardId) -> Iterator[Copy]:
+        os.truncate(path, size)
+        return shard_copies(parameter, loaded, shard_id)
+
+    return loader
+
+
+def test_a_file_that_ends_while_it_is_read(own_tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = own_tiny().folder
+    path = folder / "model.safetensors"
+    meddle(monkeypatch, NORM, cut_after_headers(path, path.stat().st_size - 100))
+    with pytest.raises(CheckpointError, match=r"in model\.safetensors cannot be read: the file ends before it"):
+        load(folder)
+
+
+def test_all_tensors_with_bad_values_are_reported_together(own_tiny: Callable) -> None:
+    folder = own_tiny().folder
+    for name, place in ((Q_PROJ, (1, 2)), (O_PROJ, (3, 4)), (NORM, (5,))):
+        change(folder, name, place, float("nan"))
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    for name in (Q_PROJ, O_PROJ, NORM):
+        assert f"tensor {name} in model.safetensors holds nan" in str(error.value)
+
+
+def test_a_fault_sets_the_flag_for_other_ranks(own_tiny: Callable) -> None:
+    folder = own_tiny().folder
+    stop = threading.Event()
+    load(folder, stop=stop)
+    assert not stop.is_set()
+    change(folder, Q_PROJ, (1, 2), float("nan"))
+    with pytest.raises(CheckpointError):
+        load(folder, stop=stop)
+    assert stop.is_set()
+
+
+def test_a_rank_without_faults_stops_at_the_flag(own_tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_reader, "FAULT_GRACE_S", 0.0)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(LoadingStopped):
+        load(own_tiny().folder, stop=stop)
+
+
+def twice(parameter: ShardedParameter, loaded: LoadedTensor, shard_id: ShardId) -> Iterator[Copy]:
+    for copy in shard_copies(parameter, loaded, shard_id):
+        yield copy
+        yield copy
+
+
+def without_last_row(parameter: ShardedParameter, loaded: LoadedTensor, shard_id: ShardId) -> Iterator[Copy]:
+    for copy in shard_copies(parameter, loaded, shard_id):
+        *pieces, _ = copy.pieces(1)
+        yield from pieces
+
+
+def one_row_down(parameter: ShardedParameter, loaded: LoadedTensor, shard_id: ShardId) -> Iterator[Copy]:
+    """Everything a row below its place where there is room, so that the last row lies in the padding."""
+    for copy in shard_copies(parameter, loaded, shard_id):
+        rows, columns = copy.target
+        if rows.stop == len(parameter):
+            yield copy
+            continue
+        yield Copy(loaded, copy.source, parameter, (slice(rows.start + 1, rows.stop + 1), columns))
+
+
+def nothing(parameter: ShardedParameter, loaded: LoadedTensor, shard_id: ShardId) -> Iterator[Copy]:
+    return iter(())
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (twice, "parameter lm_head.weight was written twice, at [0:127, 0:64] and [0:127, 0:64]"),
+        (without_last_row, "parameter lm_head.weight of shape [136, 64] got 8064 of the 8128 elements it needs"),
+        (one_row_down, "parameter lm_head.weight was written outside its shards, at [1:128, 0:64]"),
+        (nothing, "parameter lm_head.weight of shape [136, 64] got 0 of the 8128 elements it needs"),
+    ],
+)
+def test_each_element_must_be_written_once(
+    loader: Callable, message: str, own_tiny: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = own_tiny(tie_word_embeddings=False, vocab_size=263).folder
+    meddle(monkeypatch, "lm_head.weight", loader)
+    assert message in outcome_by_rank(folder, 2)[1]
+
+
+def test_a_parameter_that_no_tensor_stands_for_is_not_passed_over(own_tiny: Callable) -> None:
+    model = load(own_tiny().folder)
+    assert f"parameter {NORM} of shape [64] got 0 of the 64 elements it needs" in Coverage(model).faults()
