@@ -38,7 +38,7 @@ _PEER_CREDENTIALS = struct.Struct("iII")
 
 
 class StepChannelWriter:
-    """Rank 0's end. Reader i belongs to rank i + 1. One thread sends; check_readers() may be called from others."""
+    """Rank 0's end, for one thread. Reader i belongs to rank i + 1."""
 
     def __init__(self, ring: Ring, ring_fd: int, listener: socket.socket) -> None:
         self._ring = ring

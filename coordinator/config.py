@@ -54,10 +54,10 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "max_num_seqs", "max_batched_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_model_len", "num_blocks"):
+        for name, least in (("max_model_len", 2), ("num_blocks", 1)):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name} must be at least 1, got {value}")
+            if value is not None and value < least:
+                raise InputError(f"{name} must be at least {least}, got {value}")
         if self.block_size & (self.block_size - 1):
             raise InputError(f"block_size must be a power of two, got {self.block_size}")
         if self.cache_memory_share is not None and not 0 < self.cache_memory_share <= 1:

@@ -17,6 +17,7 @@ import struct
 import time
 
 import xxhash
+
 from paceline.coordinator.errors import EngineError
 
 PAGE = 4096
@@ -152,8 +153,6 @@ class Ring:
         prefix = self._copy(position, FRAME_OVERHEAD)
         (checksum,) = _CHECKSUM.unpack_from(prefix)
         _, payload_size, _ = _HEAD.unpack_from(prefix, _CHECKSUM.size)
-        if position + FRAME_OVERHEAD + payload_size > self.published:
-            return None
         body = self._copy(position + _CHECKSUM.size, _HEAD.size + payload_size)
         return body if xxhash.xxh3_64_intdigest(body) == checksum else None
 

@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Sequence
 
 import msgpack
+
 from paceline.coordinator.errors import EngineError
 from paceline.coordinator.messages import Admission, RowSampling, Shutdown, StepPlan, StepRows
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from paceline.kernels.linear import linear
 from paceline.model.communicator import Communicator
 from paceline.model.parameter import Shard, ShardedParameter, ShardId, stack_shards
 from paceline.model.shard_plan import Span
@@ -27,7 +27,7 @@ class MergedColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_features] -> [T, the spans' padded widths in all]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -75,6 +75,6 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_span.padded] -> [T, out_features], the same on every rank."""
-        out = self._comm.all_reduce(F.linear(x, self.weight))
+        out = self._comm.all_reduce(linear(x, self.weight))
         # Every rank holds the whole bias: added before the sum it would count once a rank.
         return out if self.bias is None else out.add_(self.bias)

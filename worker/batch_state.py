@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from paceline.coordinator.messages import Admission, RowSampling, StepPlan, StepRows
 from paceline.kernels.prepare_inputs import prepare_inputs
 from paceline.model.context import KVCache, StepContext

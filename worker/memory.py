@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.errors import InputError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
 from paceline.coordinator.messages import StepResult, TokenLogprobs
 from paceline.worker.sampler import SampledLogprobs
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.model.communicator import Communicator, ProcessGroupCommunicator, SingleRank
+from paceline.model.errors import LoadingStopped
+from paceline.model.shard_reader import StopFlag
 
 START_TIMEOUT = timedelta(hours=2)
 """A rank may wait this long for another that loads a large model; a dead one is noticed by torchrun at once."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+STOP_POLL_S = 0.25
 
 
 class RankGroup:
@@ -71,26 +77,35 @@ class RankGroup:
         return [self._store.get(f"{prefix}/{rank}").decode() for rank in range(self.size)]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """A phase of the start without collectives: an error on any rank is raised on all (InputError) at its end."""
+    def together(self) -> Iterator[StopFlag]:
+        """A phase of the start without collectives: an error on any rank is raised on all (InputError) at its end.
+
+        The flag is set as soon as one rank has an error. Whoever works for long looks at it, so that no rank goes on
+        for nothing, and raises LoadingStopped, which is not told beside the error itself.
+        """
+        stop: StopFlag = threading.Event()
+        if self._store is not None:
+            stop = _SharedFlag(self._store, f"paceline/stop/{self._exchanges}")
         error: Exception | None = None
         try:
-            yield
-        except (ValueError, OSError, torch.cuda.OutOfMemoryError) as caught:
+            yield stop
+        except (ValueError, OSError, torch.cuda.OutOfMemoryError, LoadingStopped) as caught:
             error = caught
+            stop.set()
         self._agree(error)
 
     def _agree(self, error: Exception | None) -> None:
         """Raise on every rank where any has an error; the same message from several ranks is given once."""
-        messages = self.exchange("" if error is None else describe(error))
+        own = "" if error is None or isinstance(error, LoadingStopped) else describe(error)
+        messages = self.exchange(own)
         ranks_of: dict[str, list[int]] = {}
         for rank, message in enumerate(messages):
             if message:
                 ranks_of.setdefault(message, []).append(rank)
         if not ranks_of:
+            if error is not None:
+                raise error
             return
-        if error is not None and self.size == 1:
-            raise error
         parts = []
         for message, ranks in ranks_of.items():
             everywhere = len(ranks) == self.size
@@ -102,6 +117,26 @@ class RankGroup:
         if self._store is not None:
             self._store = None
             dist.destroy_process_group()
+
+
+class _SharedFlag:
+    """A flag of all ranks in the store that they met through. Several threads may ask; the store is asked seldom."""
+
+    def __init__(self, store: dist.Store, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._is_set = False
+        self._asked_at = 0.0
+
+    def set(self) -> None:
+        self._is_set = True
+        self._store.set(self._key, "")
+
+    def is_set(self) -> bool:
+        if not self._is_set and time.monotonic() > self._asked_at + STOP_POLL_S:
+            self._asked_at = time.monotonic()
+            self._is_set = self._store.check([self._key])
+        return self._is_set
 
 
 def check_world_size(tensor_parallel_size: int, world_size: int) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
 from paceline.coordinator.messages import RowSampling
 from paceline.kernels.gumbel_argmax import gumbel_argmax, token_ids_of
 from paceline.kernels.top_k_top_p import filter_logits

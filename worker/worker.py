@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.errors import EngineError
 from paceline.coordinator.messages import Admission, Limits, StepPlan, StepRows
@@ -13,6 +14,7 @@ from paceline.model.config import ModelConfig
 from paceline.model.context import KVCache
 from paceline.model.rope import check_max_model_len
 from paceline.model.shard_plan import ShardPlan
+from paceline.model.shard_reader import StopFlag
 from paceline.model.weights import load_model
 from paceline.worker.batch_state import GREEDY, BatchState
 from paceline.worker.memory import size_cache
@@ -42,8 +44,8 @@ class Worker:
         self._copy_stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
         with ranks.together():
             self._read_config()
-        with ranks.together():
-            self._load()
+        with ranks.together() as stop:
+            self._load(stop)
         in_use = self._warm_up()
         num_blocks = 0
         with ranks.together():
@@ -61,7 +63,7 @@ class Worker:
         self._dtype = getattr(torch, name)
         self._plan = ShardPlan(self.model_config, self._ranks.size)
 
-    def _load(self) -> None:
+    def _load(self, stop: StopFlag) -> None:
         self._model = load_model(
             Path(self._config.model),
             self.model_config,
@@ -70,6 +72,7 @@ class Worker:
             self._dtype,
             load_format=self._config.load_format,
             max_model_len=self._max_model_len,
+            stop=stop,
         )
         self.state = BatchState(
             self._config.max_num_seqs, self._max_model_len, self._config.block_size, self._ranks.device
@@ -100,7 +103,7 @@ class Worker:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._ranks.device)
         tokens = self._config.max_batched_tokens if on_gpu else min(CPU_WARM_UP_TOKENS, self._config.max_batched_tokens)
-        query_len = min(tokens, self._max_model_len)
+        query_len = min(tokens, self._max_model_len - 1)  # the sampled token needs a place too
         prompts = min(tokens // query_len, self._config.max_num_seqs)
         decodes = min(tokens, self._config.max_num_seqs)
         for rows, count in ((prompts, query_len), (decodes, 1)):

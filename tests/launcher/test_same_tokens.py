@@ -23,7 +23,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "chunks of seven tokens": {"max_batched_tokens": 7, "max_num_seqs": 4},
     "decodes first": {"max_batched_tokens": 40, "policy": "decodes-first"},
     "blocks of one token": {"block_size": 1, "num_blocks": 2000},
-    "blocks of 64 tokens": {"block_size": 64},
+    "blocks of 32 tokens": {"block_size": 32},
     "no prefix cache": {"prefix_cache": False},
     "few blocks": {"block_size": 4, "num_blocks": 48},
 }

@@ -1,0 +1,235 @@
+"""Every fault of a checkpoint stops all of several real ranks, with one message that names tensor, file and rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+NORM = "model.norm.weight"
+INDEX = "model.safetensors.index.json"
+
+Tensors = dict[str, torch.Tensor]
+
+
+def edit(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
+    """Damage the tensors of a folder's one file."""
+
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return damage
+
+
+def put(name: str, value: torch.Tensor) -> Callable[[Path], None]:
+    return edit(lambda tensors: tensors.update({name: value}))
+
+
+def put_element(name: str, place: tuple[int, ...], value: float) -> Callable[[Path], None]:
+    return edit(lambda tensors: tensors[name].index_put_(tuple(map(torch.tensor, place)), torch.tensor(value)))
+
+
+def index(file_name: str) -> Callable[[Path], None]:
+    """An index that puts a tensor into another file than the rest."""
+
+    def damage(folder: Path) -> None:
+        weight_map = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map | {Q_PROJ: file_name}}))
+
+    return damage
+
+
+def write(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 1000)
+
+
+def quantize(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing": (edit(lambda tensors: tensors.pop(Q_PROJ)), f"tensor {Q_PROJ} of shape [64, 64] is missing"),
+    "unexpected": (
+        put("model.extra", torch.ones(1)),
+        "tensor model.extra in model.safetensors has no place in a Llama",
+    ),
+    "doubly given": (
+        put(Q_PROJ.replace("q_proj", "qkv_proj"), torch.zeros(128, 64)),
+        f"tensors {Q_PROJ} and {Q_PROJ.replace('q_proj', 'qkv_proj')} both fill",
+    ),
+    "in two files": (
+        lambda folder: save_file({Q_PROJ: torch.zeros(64, 64)}, folder / "other.safetensors"),
+        f"tensor {Q_PROJ} is in both model.safetensors and other.safetensors",
+    ),
+    "mis-shaped": (
+        put(Q_PROJ, torch.zeros(72, 64)),
+        f"tensor {Q_PROJ} in model.safetensors has shape [72, 64], not [64, 64]",
+    ),
+    "mis-typed": (
+        put(Q_PROJ, torch.zeros(64, 64, dtype=torch.float8_e4m3fn)),
+        f"tensor {Q_PROJ} in model.safetensors has type F8_E4M3",
+    ),
+    "truncated": (cut, "model.safetensors is cut short"),
+    "not finite on one rank": (
+        put_element(Q_PROJ, (40, 3), float("nan")),
+        f"rank 1: checkpoint FOLDER cannot be loaded: tensor {Q_PROJ} in model.safetensors holds nan at [40, 3]",
+    ),
+    "not finite on all ranks": (
+        put_element(NORM, (5,), float("inf")),
+        f"checkpoint FOLDER cannot be loaded: tensor {NORM} in model.safetensors holds inf at [5]",
+    ),
+    "absent file": (index("gone.safetensors"), "gone.safetensors cannot be opened: No such file or directory"),
+    "outside the folder": (index("../gone.safetensors"), "names the file '../gone.safetensors', which is outside"),
+    "absolute": (index("/gone.safetensors"), "names the file '/gone.safetensors', which is outside the folder"),
+    "pickled": (index("pytorch_model.bin"), "which is not a .safetensors file"),
+    "Git LFS pointer": (
+        write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+        "model.safetensors is a Git LFS pointer",
+    ),
+    "quantised": (quantize, "quantization 'fp8' is not supported"),
+}
+
+LOAD = """
+    import json, os, sys, torch
+    from paceline.coordinator.config import EngineConfig
+    from paceline.coordinator.errors import InputError
+    from paceline.model.config import ModelConfig
+    from paceline.model.weights import load_model
+    from paceline.worker.ranks import RankGroup
+
+    ranks = RankGroup(EngineConfig(model="", tensor_parallel_size=2, device="cpu"))
+    messages = []
+    for folder in sys.argv[1:]:
+        try:
+            with ranks.together() as stop:
+                config = ModelConfig.from_folder(folder)
+                comm, device = ranks.communicator, ranks.device
+                load_model(folder, config, comm, device, torch.float32, max_model_len=64, stop=stop)
+            messages.append("")
+        except InputError as error:
+            messages.append(str(error))
+    ranks.close()
+    os.write(1, (json.dumps(messages) + "\\n").encode())
+"""
+
+
+def run_ranks(tmp_path: Path, script: str, *arguments: str) -> list[Any]:
+    """Run a script on two ranks; the JSON line of each."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture
+def damaged(tmp_path: Path, tiny: Callable[..., Any]) -> Callable[[str, Callable[[Path], None]], Path]:
+    """damaged(name, damage): a copy of the tiny Llama, damaged."""
+
+    def make(name: str, damage: Callable[[Path], None]) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(tiny("llama").folder, folder)
+        damage(folder)
+        return folder
+
+    return make
+
+
+def test_each_fault_is_raised_on_both_ranks_in_the_same_words(
+    damaged: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
+) -> None:
+    folders = [damaged(name, damage) for name, (damage, _) in FAULTS.items()]
+    sound = damaged("sound", lambda folder: None)
+    first, second = run_ranks(tmp_path, LOAD, *map(str, folders), str(sound))
+    assert first == second
+    assert first[-1] == ""
+    for message, folder, (_, wanted) in zip(first[:-1], folders, FAULTS.values(), strict=True):
+        assert wanted.replace("FOLDER", str(folder)) in message
+        assert "\n" not in message
+
+
+SLOW = """
+    import json, os, sys, time, torch
+    from paceline.coordinator.config import EngineConfig
+    from paceline.coordinator.errors import InputError
+    from paceline.model.checkpoint_files import StoredTensor
+    from paceline.model.config import ModelConfig
+    from paceline.model.weights import load_model
+    from paceline.worker.ranks import RankGroup
+
+    ranks = RankGroup(EngineConfig(model="", tensor_parallel_size=2, device="cpu"))
+    read, reads = StoredTensor.read, []
+
+    def slowly(self, box, buffer):
+        reads.append(self.name)
+        time.sleep(2.0 if ranks.rank == 0 else 0.0)
+        return read(self, box, buffer)
+
+    class Told:
+        seen_at = None
+
+        def __init__(self, stop):
+            self.stop, self.is_set = stop, stop.is_set
+
+        def set(self):
+            Told.seen_at = Told.seen_at or time.time()
+            self.stop.set()
+
+    StoredTensor.read = slowly
+    try:
+        with ranks.together() as stop:
+            config = ModelConfig.from_folder(sys.argv[1])
+            comm, device = ranks.communicator, ranks.device
+            load_model(sys.argv[1], config, comm, device, torch.float32, max_model_len=64, stop=Told(stop))
+    except InputError as error:
+        message = str(error)
+    line = {"rank": ranks.rank, "seen_at": Told.seen_at, "ended_at": time.time(), "reads": len(reads)}
+    os.write(1, (json.dumps({**line, "message": message}) + "\\n").encode())
+"""
+
+
+def test_a_rank_that_still_reads_stops_within_5_seconds_of_anothers_fault(
+    damaged: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
+) -> None:
+    folder = damaged("nan", put_element(Q_PROJ, (40, 3), float("nan")))
+    slow, seeing = sorted(run_ranks(tmp_path, SLOW, str(folder)), key=lambda line: line["rank"])
+    assert slow["message"] == seeing["message"]
+    assert slow["message"].startswith("rank 1: checkpoint")
+    assert slow["reads"] < 10  # of 20 tensors, which would have taken it 20 s
+    assert slow["ended_at"] - seeing["seen_at"] < 5
+    assert slow["seen_at"] is None
+
+
+def test_verify_and_its_ranks_end_with_one_line(
+    damaged: Callable[[str, Callable[[Path], None]], Path],
+) -> None:
+    folder = damaged("nan", put_element(Q_PROJ, (40, 3), float("nan")))
+    command = [sys.executable, "-m", "paceline.launcher.start", "verify", str(folder), "--tp", "2"]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert result.returncode == 2
+    # Rank 0 may have loaded its half by then.
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("paceline: loaded")]
+    assert line.startswith(f"paceline: rank 1: checkpoint {folder} cannot be loaded: tensor {Q_PROJ}")
