@@ -18,6 +18,8 @@ _NO_TOKEN_KEY = -(2**63)
 _BELOW_ONE = 1.0 - 2.0**-24
 """The largest float32 below 1."""
 _BLOCK = 2048
+_NOISE_AT_ONCE = 1 << 16
+"""The reference draws noise for as many rows at a time as have this many tokens, which a core's cache holds."""
 
 
 def gumbel_argmax(
@@ -61,10 +63,12 @@ def gumbel_argmax_reference(
     infinity = float("inf")
     scores = torch.nan_to_num(logits[:, :vocab_valid].float(), nan=-infinity, posinf=infinity, neginf=-infinity)
     token_ids = torch.arange(vocab_start, vocab_start + vocab_valid, dtype=torch.int32, device=logits.device)
-    # Row by row: the noise of one row fits in a core's cache, that of a batch does not.
-    for row in temperature.nonzero().flatten().tolist():
-        noise = gumbel_noise(seeds[row : row + 1], positions[row : row + 1], token_ids)
-        scores[row].add_(noise[0].mul_(temperature[row]))
+    sampled = temperature.nonzero().flatten()
+    rows_at_once = max(1, _NOISE_AT_ONCE // vocab_valid)
+    for start in range(0, sampled.numel(), rows_at_once):
+        rows = sampled[start : start + rows_at_once]
+        noise = gumbel_noise(seeds[rows], positions[rows], token_ids)
+        scores.index_add_(0, rows, noise.mul_(temperature[rows].unsqueeze(1)))
     best, column = scores.max(dim=-1)
     return (_ordered_int32(best).long() << 32) | (_MAX_TOKEN_ID - vocab_start - column)
 

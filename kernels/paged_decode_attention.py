@@ -19,7 +19,6 @@ from paceline.kernels.paged_attention_inner import attend
 _GATHER_BYTES = 2 << 20
 """The reference gathers the keys of as many rows at a time as make this much: about a core's share of the cache."""
 _BLOCK_N = 64
-_MIN_TOKENS_PER_SPLIT = 256
 _MAX_SPLITS = 64
 
 
@@ -147,7 +146,7 @@ def _num_processors(device: torch.device) -> int:
 def _num_splits(num_programs: int, max_seq_len: int, num_processors: int) -> int:
     """Return among how many programs to share each row's tokens: enough to occupy the GPU twice, none too short."""
     to_occupy = -(-2 * num_processors // num_programs)
-    worthwhile = max(1, max_seq_len // _MIN_TOKENS_PER_SPLIT)
+    worthwhile = max(1, max_seq_len // _BLOCK_N)
     return min(1 << (min(to_occupy, worthwhile) - 1).bit_length(), _MAX_SPLITS)
 
 

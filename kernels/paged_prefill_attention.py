@@ -13,8 +13,7 @@ from paceline.kernels.paged_attention_inner import attend
 
 _QUERIES_AT_ONCE = 1024
 """The reference takes a row's queries in chunks of this many, which bounds its mask."""
-_BLOCK_M = 128
-_BLOCK_N = 64
+_BLOCK_M = 64
 
 
 def paged_prefill_attention(
@@ -72,10 +71,10 @@ def paged_prefill_attention_reference(
 
 
 def _row_entries(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return the first seq_len cache entries of a row, [L, K, D]."""
+    """Return the cache entries of a row's blocks, [L, K, D], of which the first seq_len are its own."""
     block_size, kv_heads, head_dim = cache.shape[1:]
     blocks = cache.index_select(0, block_table[: -(-seq_len // block_size)])
-    return blocks.view(-1, kv_heads, head_dim)[:seq_len]
+    return blocks.view(-1, kv_heads, head_dim)
 
 
 def _causal_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
@@ -109,6 +108,9 @@ def paged_prefill_attention_triton(
     num_heads, head_dim = q.shape[1:]
     block_size, kv_heads = k_cache.shape[1:3]
     group = num_heads // kv_heads
+    block_d = triton.next_power_of_2(head_dim)
+    # Every stage holds a tile of keys and one of values in shared memory.
+    block_n, num_stages = (64, 3) if block_d * q.element_size() <= 512 else (32, 1)
     _prefill_kernel[(triton.cdiv(max_query_len * group, _BLOCK_M), kv_heads, seq_lens.shape[0])](
         q,
         k_cache,
@@ -124,11 +126,11 @@ def paged_prefill_attention_triton(
         block_size,
         head_dim,
         _BLOCK_M,
-        triton.next_power_of_2(head_dim),
-        _BLOCK_N,
+        block_d,
+        block_n,
         not q.is_cuda,
-        num_warps=8,
-        num_stages=2,
+        num_warps=4,
+        num_stages=num_stages,
     )
 
 

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 
 _MAX_BLOCK = 8192
-_WAYS = 4
-"""A pass over a row tries so many thresholds: more take fewer passes, each with more arithmetic."""
 
 
 def filter_logits(
@@ -57,19 +55,19 @@ def _filter_row_(row: torch.Tensor, temperature: float, top_k: int, top_p: float
 def _nucleus(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
     """Return the fewest largest of logits [N] whose share of the probability reaches top_p."""
     weights = _weights(logits, temperature)
-    total = weights.sum()
+    total = weights.sum(dtype=torch.float64)
     # Tokens below a share of (1 - top_p) / N have less than 1 - top_p together: the few others hold the nucleus.
     candidates = logits[weights >= (1 - top_p) * total / logits.numel()].sort(descending=True).values
-    mass = _weights(candidates, temperature).cumsum(0)
+    mass = _weights(candidates, temperature).cumsum(0, dtype=torch.float64)
     last = torch.searchsorted(mass, top_p * total).clamp_(max=candidates.numel() - 1)
     return candidates[: last + 1]
 
 
 def _weights(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return each token's probability relative to the likeliest one's, in float64."""
+    """Return each token's probability relative to the likeliest one's."""
     peak = logits.max()
     # Infinite logits are equal to the peak but have no difference from it.
-    return torch.where(logits == peak, 1.0, torch.exp((logits - peak).double() / temperature))
+    return torch.where(logits == peak, 1.0, ((logits - peak) / temperature).exp_())
 
 
 def filter_logits_triton(
@@ -78,7 +76,7 @@ def filter_logits_triton(
     """`filter_logits` by a Triton kernel, one program a row."""
     num_rows, width = logits.shape
     block = min(triton.next_power_of_2(width), _MAX_BLOCK)
-    _filter_kernel[(num_rows,)](logits, temperature, top_k, top_p, min_p, width, _WAYS, block, num_warps=32)
+    _filter_kernel[(num_rows,)](logits, temperature, top_k, top_p, min_p, width, block, num_warps=32)
     return logits
 
 
@@ -90,7 +88,6 @@ def _filter_kernel(
     top_p_ptr: tl.tensor,
     min_p_ptr: tl.tensor,
     width: tl.tensor,
-    WAYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -108,10 +105,10 @@ def _filter_kernel(
     threshold = float("-inf")
     if limits_count:
         target = top_k.to(tl.float32)
-        threshold = _largest_threshold(row_ptr, width, threshold, target, peak, inverse_temperature, False, WAYS, BLOCK)
+        threshold = _largest_threshold(row_ptr, width, threshold, target, peak, inverse_temperature, False, BLOCK)
     if limits_mass:
         target = top_p * _mass(row_ptr, width, threshold, peak, inverse_temperature, BLOCK)
-        threshold = _largest_threshold(row_ptr, width, threshold, target, peak, inverse_temperature, True, WAYS, BLOCK)
+        threshold = _largest_threshold(row_ptr, width, threshold, target, peak, inverse_temperature, True, BLOCK)
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         logits = _load(row_ptr, columns, width)
@@ -128,31 +125,35 @@ def _largest_threshold(
     peak: tl.tensor,
     inverse_temperature: tl.tensor,
     BY_MASS: tl.constexpr,
-    WAYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Return the largest of float32 from least to peak at or above which the logits' count, or mass, reaches target.
 
-    Searches the integers that order the floats: a pass over the row tries WAYS of them and leaves one part in WAYS + 1.
+    Searches the integers that order the floats; each pass over the row tries three of them and keeps a quarter.
     """
     low = _ordered(least).to(tl.int64)
     high = _ordered(peak).to(tl.int64)
     while low < high:
-        step = (high - low + WAYS) // (WAYS + 1)
-        candidates = low + step * (1 + tl.arange(0, WAYS)).to(tl.int64)
-        thresholds = _float_of(tl.minimum(candidates, high).to(tl.int32))
-        sums = tl.zeros((WAYS, BLOCK), dtype=tl.float32)
+        quarter = (high - low + 4) // 4
+        threshold_1 = _float_of(low + quarter)
+        threshold_2 = _float_of(tl.minimum(low + 2 * quarter, high))
+        threshold_3 = _float_of(tl.minimum(low + 3 * quarter, high))
+        amount_1 = tl.zeros((BLOCK,), dtype=tl.float32)
+        amount_2 = tl.zeros((BLOCK,), dtype=tl.float32)
+        amount_3 = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, width, BLOCK):
-            logits = _load(row_ptr, start + tl.arange(0, BLOCK), width)
-            if BY_MASS:
-                amounts = _weight(logits, peak, inverse_temperature)
-            else:
-                amounts = tl.where(start + tl.arange(0, BLOCK) < width, 1.0, 0.0)
-            sums += tl.where(logits[None, :] >= thresholds[:, None], amounts[None, :], 0.0)
-        reached = (tl.sum(sums, axis=1) >= target) & (candidates <= high)
-        low += step * tl.sum(reached.to(tl.int64), axis=0)
-        high = tl.minimum(high, low + step - 1)
-    return _float_of(low.to(tl.int32))
+            columns = start + tl.arange(0, BLOCK)
+            logits = _load(row_ptr, columns, width)
+            amounts = _weight(logits, peak, inverse_temperature) if BY_MASS else tl.where(columns < width, 1.0, 0.0)
+            amount_1 += tl.where(logits >= threshold_1, amounts, 0.0)
+            amount_2 += tl.where(logits >= threshold_2, amounts, 0.0)
+            amount_3 += tl.where(logits >= threshold_3, amounts, 0.0)
+        reached = (tl.sum(amount_1, axis=0) >= target).to(tl.int64)
+        reached += ((tl.sum(amount_2, axis=0) >= target) & (low + 2 * quarter <= high)).to(tl.int64)
+        reached += ((tl.sum(amount_3, axis=0) >= target) & (low + 3 * quarter <= high)).to(tl.int64)
+        low += quarter * reached
+        high = tl.minimum(high, low + quarter - 1)
+    return _float_of(low)
 
 
 @triton.jit
@@ -201,5 +202,6 @@ def _ordered(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _float_of(ordered: tl.tensor) -> tl.tensor:
-    """Undo `_ordered`."""
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    """Return the float32 whose `_ordered` is the given int64."""
+    bits = ordered.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

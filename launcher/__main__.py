@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
 from paceline.coordinator.errors import EngineError, InputError
-from paceline.launcher import generate
+from paceline.launcher import generate, verify
 from paceline.launcher.options import OneLineParser
 
 EXIT_ENGINE_FAILED = 1
@@ -22,10 +23,15 @@ def main() -> None:
 def run(argv: list[str]) -> int:
     """Run a command and return the process's exit status."""
     rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        # What a start decides and how long it took. Other ranks say only what Python shows of itself: warnings.
+        logging.basicConfig(level=logging.WARNING, format="paceline: %(message)s")
+        logging.getLogger("paceline").setLevel(logging.INFO)
     try:
         parser = OneLineParser(prog="paceline", description="Tensor-parallel inference of language models.")
         commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=OneLineParser)
         generate.add_parser(commands)
+        verify.add_parser(commands)
         if rank > 0 and {"-h", "--help"} & set(argv):
             return 0  # rank 0 prints it
         arguments = parser.parse_args(argv)

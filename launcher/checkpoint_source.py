@@ -10,12 +10,15 @@ from paceline.launcher.default_model import MODEL_NAME, default_model_path
 
 WANTED_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 """Weights, configs, tokenizers and chat templates. Never pickled weights (*.bin, *.pt)."""
+CONFIG_FILES = ["config.json", "generation_config.json"]
 UNWANTED_FILES = ["*/*", "consolidated*.safetensors"]
 """Copies of the weights in other formats, which some repositories keep beside or in folders of their own."""
 
 
-def resolve_checkpoint(model: str | None, *, revision: str | None = None) -> Path:
+def resolve_checkpoint(model: str | None, *, revision: str | None = None, weights: bool = True) -> Path:
     """The checkpoint folder that model names, fetched first where it is not on this machine.
+
+    weights False fetches the configs alone, for who only wants to know the model's shape.
 
     model is None or smollm2-135m-instruct (the default model), a folder, or a Hugging Face id `org/name`;
     revision is a branch, tag or commit of the latter. The hub's own settings hold: HF_HOME, HF_HUB_OFFLINE, HF_TOKEN,
@@ -33,7 +36,7 @@ def resolve_checkpoint(model: str | None, *, revision: str | None = None) -> Pat
         return _checked_folder(folder)
     if not _looks_like_hub_id(model):
         raise InputError(f"model {model!r} is not a folder on this machine, nor a Hugging Face id such as org/name")
-    return _from_hub(model, revision)
+    return _from_hub(model, revision, weights)
 
 
 def _refuse_revision(revision: str | None, what: str) -> None:
@@ -52,7 +55,7 @@ def _looks_like_hub_id(model: str) -> bool:
     return bool(owner and name) and "/" not in name and owner[0] not in ".~"
 
 
-def _from_hub(repo: str, revision: str | None) -> Path:
+def _from_hub(repo: str, revision: str | None, weights: bool) -> Path:
     # Only here: the hub's client takes half a second to import.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -65,7 +68,8 @@ def _from_hub(repo: str, revision: str | None) -> Path:
     )
 
     try:
-        found = snapshot_download(repo, revision=revision, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES)
+        wanted = WANTED_FILES if weights else CONFIG_FILES
+        found = snapshot_download(repo, revision=revision, allow_patterns=wanted, ignore_patterns=UNWANTED_FILES)
     except HFValidationError as error:
         raise InputError(f"{repo!r} is neither a folder on this machine nor a valid Hugging Face id") from error
     except GatedRepoError as error:
@@ -87,7 +91,7 @@ def _from_hub(repo: str, revision: str | None) -> Path:
             f"{repo} could not be fetched ({_first_line(error)}); check the network and the room in HF_HOME"
         ) from error
     folder = _checked_folder(Path(found))
-    if not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")):
         raise InputError(f"{repo} has no *.safetensors weights, the only kind that is loaded; name another model")
     return folder
 

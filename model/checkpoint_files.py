@@ -1,66 +1,109 @@
-"""The safetensors files of a checkpoint folder, opened lazily: headers at once, elements only as they are sliced.
+"""The safetensors files of a checkpoint folder: headers at once, elements only as they are asked for.
 
 Which files count: where there is a model.safetensors.index.json, the (tensor, file) pairs that it names and nothing
 else; where there is none, every *.safetensors of the folder. Other formats (.bin, .pt) are never read, since reading
-them runs code. Format: https://huggingface.co/docs/safetensors.
+them runs code.
 """
 
 from __future__ import annotations
 
 import json
-import logging
+import os
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from paceline.model.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
+from paceline.model.parameter import Box
+from paceline.model.safetensors_header import (
+    HeaderError,
+    TensorEntry,
+    check_is_no_pointer,
+    read_header,
+    unique_names,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_LFS_MAGIC = b"version https://git-lfs"
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Where some tools put the method that others put into config.json."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file; slicing reads only the slice."""
+    """One tensor of an open file."""
 
-    name: str
+    entry: TensorEntry
     file_name: str
-    shape: tuple[int, ...]
-    dtype_name: str
-    """As in the file's header, such as BF16 or F8_E4M3."""
-    _slices: Any = field(repr=False)
+    _descriptor: int = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
 
     @property
     def dtype(self) -> torch.dtype:
         """Raises KeyError for a type that is not in STORED_DTYPES."""
-        return STORED_DTYPES[self.dtype_name]
+        return STORED_DTYPES[self.entry.dtype_name]
 
-    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
-        piece: torch.Tensor = self._slices[slices]
-        return piece
+    def read(self, box: Box, buffer: torch.Tensor) -> torch.Tensor:
+        """Read one box of a matrix or vector into a buffer of uint8, and nothing else; the result is a view of it.
+
+        Raises CheckpointError where the file cannot be read, or ends before the box does.
+        """
+        extents = [part.stop - part.start for part in box]
+        whole_rows = len(box) == 1 or extents[1] == self.shape[1]
+        rows, columns = (1, extents[0]) if len(box) == 1 else (extents[0], extents[1])
+        width = self.shape[-1] if len(box) == 2 else 0
+        first = self.entry.begin + (box[0].start * (width or 1) + (box[1].start if width else 0)) * self.dtype.itemsize
+        length = columns * self.dtype.itemsize
+        staged = buffer[: rows * length]
+        memory = staged.numpy().data
+        if whole_rows:
+            self._read_range(first, memory)
+        else:
+            for row in range(rows):
+                self._read_range(first + row * width * self.dtype.itemsize, memory[row * length : (row + 1) * length])
+        return staged.view(self.dtype).view(extents)
+
+    def _read_range(self, offset: int, memory: memoryview) -> None:
+        """Fill memory from the file; the system may give less than it was asked for, and 0 at the end of the file."""
+        done = 0
+        while done < len(memory):
+            try:
+                count = os.preadv(self._descriptor, [memory[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"tensor {self.name} in {self.file_name} cannot be read: {error.strerror}"
+                ) from error
+            if count == 0:
+                raise CheckpointError(f"tensor {self.name} in {self.file_name} cannot be read: the file ends before it")
+            done += count
 
 
 class CheckpointFiles:
     """All tensors of a checkpoint by name, and the faults of its files; a context that keeps the files open."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError where the folder has no weights or its index cannot be read.
+        """Raises CheckpointError where the folder has no weights, its index cannot be read, or it is quantised.
 
         What is wrong with single files is put into `faults`, to be reported with everything else.
         """
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self.faults: list[str] = []
+        self.stray: list[str] = []
+        """Files that the index does not name."""
         self._open_files = ExitStack()
+        _refuse_quantized(folder)
         index = folder / INDEX_NAME
         if index.exists():
             self._open_indexed(index)
@@ -80,8 +123,9 @@ class CheckpointFiles:
         for tensor_name, file_name in _read_weight_map(index).items():
             tensors_of[file_name].append(tensor_name)
         for file_name, tensor_names in sorted(tensors_of.items()):
-            if _leaves_folder(file_name):
-                self.faults.append(f"{INDEX_NAME} names the file {file_name!r}, which is outside the folder")
+            refusal = _refusal_of_name(file_name)
+            if refusal:
+                self.faults.append(f"{INDEX_NAME} names the file {file_name!r}, which {refusal}")
                 continue
             stored = self._open(file_name)
             if stored is None:
@@ -91,9 +135,7 @@ class CheckpointFiles:
                     self.tensors[tensor_name] = stored[tensor_name]
                 else:
                     self.faults.append(f"{INDEX_NAME} puts tensor {tensor_name} into {file_name}, which lacks it")
-        stray = sorted(path.name for path in self.folder.glob("*.safetensors") if path.name not in tensors_of)
-        if stray:
-            logger.info("not read, since %s does not name them: %s", INDEX_NAME, ", ".join(stray))
+        self.stray = sorted(path.name for path in self.folder.glob("*.safetensors") if path.name not in tensors_of)
 
     def _open_all(self) -> None:
         paths = sorted(self.folder.glob("*.safetensors"))
@@ -108,30 +150,24 @@ class CheckpointFiles:
 
     def _open(self, file_name: str) -> dict[str, StoredTensor] | None:
         """The tensors of one file; None, and a fault, where it cannot be read."""
-        path = self.folder / file_name
         try:
-            with path.open("rb") as file:
-                if file.read(len(_LFS_MAGIC)) == _LFS_MAGIC:
-                    self.faults.append(f"{file_name} is a Git LFS pointer; fetch the file itself with git lfs pull")
-                    return None
-            handle = self._open_files.enter_context(safe_open(path, framework="pt"))
+            file = self._open_files.enter_context((self.folder / file_name).open("rb"))
+            return {entry.name: StoredTensor(entry, file_name, file.fileno()) for entry in read_header(file)}
         except OSError as error:
             self.faults.append(f"{file_name} cannot be opened: {error.strerror or error}")
-            return None
-        except SafetensorError as error:
-            self.faults.append(f"{file_name} is cut short or is not a safetensors file ({error})")
-            return None
-        tensors = {}
-        for name in handle.keys():  # noqa: SIM118 - the handle is no dict
-            slices = handle.get_slice(name)
-            tensors[name] = StoredTensor(name, file_name, tuple(slices.get_shape()), slices.get_dtype(), slices)
-        return tensors
+        except HeaderError as error:
+            self.faults.append(f"{file_name} {error}")
+        return None
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
     """The index's tensor names, each with the name of its file."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_unique_names)["weight_map"]
+        content = index.read_bytes()
+        check_is_no_pointer(content)
+        weight_map = json.loads(content, object_pairs_hook=unique_names)["weight_map"]
+    except HeaderError as error:
+        raise CheckpointError(f"{index} {error}") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{index} cannot be read as a safetensors index: {error!r}") from None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -139,15 +175,27 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which json itself would keep only the last of two equal names."""
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it gives {next(name for name in names if names.count(name) > 1)} twice")
-    return content
-
-
-def _leaves_folder(file_name: str) -> bool:
+def _refusal_of_name(file_name: str) -> str | None:
+    """Why a file that an index names is not opened."""
     path = PurePosixPath(file_name)
-    return path.is_absolute() or ".." in path.parts
+    if path.is_absolute() or ".." in path.parts:
+        return "is outside the folder"
+    if path.suffix != ".safetensors":
+        return "is not a .safetensors file, the only format of weights that is read"
+    return None
+
+
+def _refuse_quantized(folder: Path) -> None:
+    """Raise CheckpointError where a file beside the weights says that they are quantised, and how."""
+    for name in QUANTIZATION_FILES:
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        fields = content.get("quantization", content) if isinstance(content, dict) else {}
+        method = next((fields[key] for key in ("quant_method", "quant_algo", "version") if fields.get(key)), None)
+        method = method or ("gptq" if name == "quantize_config.json" else "unknown")
+        raise CheckpointError(f"{path}: quantization {method!r} is not supported; use the unquantized checkpoint")

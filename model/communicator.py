@@ -16,6 +16,9 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+# torch 2.13 renamed it, and warns of the old name.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Communicator(Protocol):
     """Collectives over the ranks of one tensor-parallel group. Every rank calls the same ones in the same order."""
@@ -69,7 +72,7 @@ class ProcessGroupCommunicator:
         # NCCL and gloo concatenate along the first dimension; ranks are brought to the last one here.
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather_into_tensor(gathered.view(-1), tensor.view(-1), group=self._group)
+        _all_gather_single(gathered.view(-1), tensor.view(-1), group=self._group)
         return gathered.movedim(0, -2).reshape(*tensor.shape[:-1], -1)
 
 

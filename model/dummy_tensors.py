@@ -8,16 +8,16 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-_ELEMENTS_AT_ONCE = 1 << 24
-"""Bounds the memory for hashes to 64 MiB."""
+from paceline.model.parameter import Box
 
 
 @dataclass(frozen=True)
 class DummyTensor:
-    """A tensor of random values that slices like one in a file.
+    """A tensor of random values that is read in parts like one in a file.
 
     Matrices are uniform with variance 1 / columns, so that activations keep their size from layer to layer; norm
     weights lie within 0.1 of 1, biases within 0.1 of 0.
@@ -29,17 +29,13 @@ class DummyTensor:
     dtype: torch.dtype
     device: torch.device
     seed: int = 0
+    file_name: ClassVar[str] = "no file"
 
-    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
-        bounds = [part.indices(size)[:2] for part, size in zip(slices, self.shape, strict=True)]
-        (first_row, last_row), (first_column, last_column) = bounds if len(bounds) == 2 else [(0, 1), *bounds]
-        rows, columns = last_row - first_row, last_column - first_column
-        values = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
-        step = max(1, _ELEMENTS_AT_ONCE // columns)
-        for row in range(0, rows, step):
-            part = values[row : row + step]
-            part.copy_(self._values(first_row + row, part.shape[0], first_column, columns))
-        return values if len(bounds) == 2 else values[0]
+    def read(self, box: Box, buffer: torch.Tensor) -> torch.Tensor:
+        """The values of one box, on the device; the buffer is not used."""
+        rows, columns = box if len(box) == 2 else (slice(0, 1), box[0])
+        values = self._values(rows.start, rows.stop - rows.start, columns.start, columns.stop - columns.start)
+        return values.view([part.stop - part.start for part in box]).to(self.dtype)
 
     def _values(self, first_row: int, rows: int, first_column: int, columns: int) -> torch.Tensor:
         """[rows, columns] float32."""

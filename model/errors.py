@@ -1,4 +1,4 @@
-"""The two ways in which a model cannot be served as given; each message is one line that says what is wrong."""
+"""The ways in which a model cannot be served as given; each message is one line that says what is wrong."""
 
 from __future__ import annotations
 
@@ -9,3 +9,7 @@ class ModelConfigError(ValueError):
 
 class CheckpointError(ValueError):
     """Weight files that are damaged, or that do not hold what the config says."""
+
+
+class LoadingStopped(Exception):
+    """This rank stopped loading because of a fault that another met, and that the other one tells."""

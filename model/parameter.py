@@ -1,8 +1,9 @@
-"""A rank's parameter, and how it takes its own slice of full checkpoint tensors."""
+"""A rank's parameter, and which parts of full checkpoint tensors go where in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,12 +16,18 @@ from paceline.model.shard_plan import Span
 ShardId = str | None
 """Names one of the checkpoint tensors that a parameter is stacked from; None where there is one alone."""
 
+Box = tuple[slice, ...]
+"""A part of a tensor: start and stop along each dimension."""
+
 
 class LoadedTensor(Protocol):
-    """A full tensor of a checkpoint, of which only the slices asked for are read."""
+    """A full tensor of a checkpoint, of which no more is read than is asked for."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def file_name(self) -> str: ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -28,7 +35,8 @@ class LoadedTensor(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor: ...
+    def read(self, box: Box, buffer: torch.Tensor) -> torch.Tensor:
+        """The values of one box; a view of the buffer (uint8, large enough) or memory of their own."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +50,34 @@ class Shard:
     offset: int = 0
     """Where the span begins in the parameter, along dim."""
 
+    def source(self, fused_offset: int = 0) -> Box:
+        """The span in the checkpoint tensor, or in a fused one where the tensor's part begins at fused_offset."""
+        return self._box(fused_offset + self.span.start, self.span.length)
 
-WeightLoader = Callable[["ShardedParameter", LoadedTensor, ShardId], None]
+    @property
+    def target(self) -> Box:
+        """The span's elements in the parameter."""
+        return self._box(self.offset, self.span.length)
+
+    @property
+    def padding(self) -> Box:
+        """What follows them in the parameter and stays zero; often empty."""
+        return self._box(self.offset + self.span.length, self.span.padded - self.span.length)
+
+    def _box(self, start: int, length: int) -> Box:
+        box = [slice(0, size) for size in self.full_shape]
+        box[self.dim] = slice(start, start + length)
+        return tuple(box)
+
+
+WeightLoader = Callable[["ShardedParameter", LoadedTensor, ShardId], Iterator["Copy"]]
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter on the meta device that knows its shards; `weight_loader(param, loaded, shard_id)` fills one.
+    """A parameter on the meta device that knows its shards.
 
-    It takes no memory until `materialise`, so that a checkpoint can be checked before any is spent.
+    `weight_loader(param, loaded, shard_id)` says which parts of a full tensor go where in it. A parameter takes no
+    memory until `materialise`, so that a checkpoint can be checked before any is spent.
     """
 
     shards: Mapping[ShardId, Shard]
@@ -67,7 +95,7 @@ class ShardedParameter(nn.Parameter):
         # Zeros, not empty: padding is what no tensor fills.
         parameter = super().__new__(cls, torch.zeros(*shape, dtype=dtype, device=device), requires_grad=False)
         parameter.shards = shards
-        parameter.weight_loader = weight_loader or copy_shard
+        parameter.weight_loader = weight_loader or shard_copies
         return parameter
 
     @classmethod
@@ -78,6 +106,46 @@ class ShardedParameter(nn.Parameter):
     def materialise(self, device: torch.device) -> ShardedParameter:
         """The same parameter on a device, zero-filled."""
         return ShardedParameter(self.shape, self.dtype, self.shards, weight_loader=self.weight_loader, device=device)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A part of a full tensor and the equally large part of a parameter that it goes to."""
+
+    tensor: LoadedTensor
+    source: Box
+    parameter: ShardedParameter
+    target: Box
+
+    @property
+    def destination(self) -> torch.Tensor:
+        """View of the parameter."""
+        return self.parameter.data[self.target]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the source."""
+        return box_size(self.source) * self.tensor.dtype.itemsize
+
+    def pieces(self, most_bytes: int) -> Iterator[Copy]:
+        """The same in runs of rows, none above most_bytes as long as a row is not."""
+        rows, *_ = self.source
+        num_rows = rows.stop - rows.start
+        step = max(1, most_bytes // max(1, self.num_bytes // num_rows))
+        for start in range(0, num_rows, step):
+            stop = min(start + step, num_rows)
+            yield Copy(self.tensor, _rows(self.source, start, stop), self.parameter, _rows(self.target, start, stop))
+
+
+def box_size(box: Box) -> int:
+    """Elements of a part."""
+    return math.prod(part.stop - part.start for part in box)
+
+
+def _rows(box: Box, start: int, stop: int) -> Box:
+    """The rows from start to stop, counted from the box's first."""
+    rows, *others = box
+    return (slice(rows.start + start, rows.start + stop), *others)
 
 
 def stack_shards(spans: Mapping[ShardId, Span], columns: int | None) -> dict[ShardId, Shard]:
@@ -99,38 +167,17 @@ def expected_shape(parameter: ShardedParameter, shard_id: ShardId) -> tuple[int,
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def copy_shard(parameter: ShardedParameter, loaded: LoadedTensor, shard_id: ShardId) -> None:
-    """The usual weight_loader: read this rank's slice, cast it, and put it in its place.
+def shard_copies(parameter: ShardedParameter, loaded: LoadedTensor, shard_id: ShardId) -> Iterator[Copy]:
+    """The usual weight_loader: this rank's part of each shard that the tensor holds.
 
     Raises CheckpointError where the full tensor does not have the shape that the shard is cut from.
     """
     expected = expected_shape(parameter, shard_id)
     if loaded.shape != expected:
         raise CheckpointError(f"tensor {loaded.name} has shape {list(loaded.shape)}, not {list(expected)}")
-    if shard_id in parameter.shards:
-        _copy_span(parameter, loaded, parameter.shards[shard_id], 0)
-        return
+    held = [parameter.shards[shard_id]] if shard_id in parameter.shards else parameter.shards.values()
     fused_offset = 0
-    for shard in parameter.shards.values():
-        _copy_span(parameter, loaded, shard, fused_offset)
+    for shard in held:
+        if shard.span.length:
+            yield Copy(loaded, shard.source(fused_offset), parameter, shard.target)
         fused_offset += shard.full_shape[shard.dim]
-
-
-def _copy_span(parameter: ShardedParameter, loaded: LoadedTensor, shard: Shard, fused_offset: int) -> None:
-    """Copy a shard's span, whose whole begins at fused_offset of the loaded tensor."""
-    span = shard.span
-    if span.length == 0:
-        return
-    slices = [slice(0, size) for size in shard.full_shape]
-    slices[shard.dim] = slice(fused_offset + span.start, fused_offset + span.start + span.length)
-    piece = loaded[tuple(slices)]
-    if parameter.dtype == torch.float16 and piece.dtype != torch.float16:
-        _check_fits_float16(loaded.name, piece)
-    parameter.data.narrow(shard.dim, shard.offset, span.length).copy_(piece)
-
-
-def _check_fits_float16(name: str, piece: torch.Tensor) -> None:
-    """float16 ends at 65504, where the other types go on to 3e38."""
-    largest = piece.abs().amax().item()
-    if not largest <= torch.finfo(torch.float16).max:
-        raise CheckpointError(f"tensor {name} holds {largest:g}, beyond float16; choose dtype bfloat16 or float32")

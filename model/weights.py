@@ -1,27 +1,36 @@
 """From a checkpoint folder to one rank's model: check everything, take memory, then read this rank's slices.
 
-Nothing here talks to other ranks. They see the same files and so find the same faults.
+Ranks see the same headers and so find the same faults in them. What only one rank can find, in the elements it reads,
+it tells the others through a StopFlag. docs/loading.md has the rules.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
-from paceline.model.checkpoint_files import CheckpointFiles, StoredTensor
+from paceline.model.checkpoint_files import INDEX_NAME, CheckpointFiles
 from paceline.model.communicator import Communicator
 from paceline.model.config import ModelConfig
+from paceline.model.coverage import Coverage
 from paceline.model.decoder import CausalLM
 from paceline.model.dummy_tensors import DummyTensor
+from paceline.model.errors import CheckpointError
 from paceline.model.ledger import Assignment, Ledger, get_parameter, tensor_targets
-from paceline.model.parameter import ShardedParameter
+from paceline.model.parameter import Copy, ShardedParameter
 from paceline.model.registry import MODEL_CLASSES
+from paceline.model.shard_reader import ShardReader, StopFlag
 
 logger = logging.getLogger(__name__)
+
+_MOST_FAULTS_SHOWN = 10
 
 
 def load_model(
@@ -33,27 +42,34 @@ def load_model(
     *,
     max_model_len: int,
     load_format: str = "safetensors",
+    stop: StopFlag | None = None,
 ) -> CausalLM:
     """This rank's shard of the model, on its device and ready to run.
 
-    load_format `dummy` takes random weights, the same at any number of ranks, and reads no file. Raises
-    CheckpointError with all faults of the checkpoint in one line, and ModelConfigError where the rope type does not
-    reach max_model_len.
+    load_format `dummy` takes random weights, the same at any number of ranks, and reads no file. `stop` is set once
+    this rank meets a fault in the elements it reads, and ends the reading soon once another rank has set it.
+
+    Raises CheckpointError with all faults of the checkpoint in one line, LoadingStopped where only other ranks met
+    any, and ModelConfigError where the rope type does not reach max_model_len.
     """
     model = MODEL_CLASSES[config.architecture](config, comm, dtype, max_model_len)
+    stop = stop or threading.Event()
     if load_format == "dummy":
-        _materialise(model, device)
-        _fill(model, _dummy_assignments(model, dtype, device))
-        return model
-    with CheckpointFiles(Path(folder)) as files:
-        ledger = Ledger(model)
-        for _, tensor in sorted(files.tensors.items()):
-            ledger.enter(tensor)
-        ledger.close(files.folder, files.faults)
-        if comm.rank == 0:
-            _log_choices(ledger, files.tensors.values(), dtype)
-        _materialise(model, device)
-        _fill(model, ledger.assignments)
+        faults = _fill(model, _dummy_assignments(model, dtype, device), comm, device, stop)
+    else:
+        with CheckpointFiles(Path(folder)) as files:
+            ledger = Ledger(model)
+            for _, tensor in sorted(files.tensors.items()):
+                ledger.enter(tensor)
+            faults = ledger.faults(files.faults)
+            if not faults:
+                if comm.rank == 0:
+                    _log_choices(files, ledger, dtype)
+                faults = _fill(model, ledger.assignments, comm, device, stop)
+    if faults:
+        shown = "; ".join(faults[:_MOST_FAULTS_SHOWN])
+        more = f"; and {len(faults) - _MOST_FAULTS_SHOWN} more" if len(faults) > _MOST_FAULTS_SHOWN else ""
+        raise CheckpointError(f"checkpoint {folder} cannot be loaded: {shown}{more}")
     return model
 
 
@@ -68,6 +84,30 @@ def _dummy_assignments(model: CausalLM, dtype: torch.dtype, device: torch.device
     return assignments
 
 
+def _fill(
+    model: CausalLM, assignments: Sequence[Assignment], comm: Communicator, device: torch.device, stop: StopFlag
+) -> list[str]:
+    """Take memory and read each parameter's parts into it; the faults met, none where each element was written once."""
+    _materialise(model, device)
+    copies = [copy for assignment in assignments for copy in _copies(model, assignment)]
+    coverage = Coverage(model)
+    total = sum(copy.num_bytes for copy in copies)
+    start = time.perf_counter()
+    # A bar on a terminal alone (None), and there one of rank 0.
+    hidden = None if comm.rank == 0 else True
+    with tqdm(total=total, desc="loading", unit="B", unit_scale=True, leave=False, disable=hidden) as bar:
+        faults = ShardReader(copies, device, coverage, stop, bar.update).run()
+    seconds = time.perf_counter() - start
+    if comm.rank == 0 and not faults:
+        logger.info("loaded %.3f GB in %.2f s (%.2f GB/s)", total / 1e9, seconds, total / 1e9 / seconds)
+    return faults or coverage.faults()
+
+
+def _copies(model: CausalLM, assignment: Assignment) -> Iterator[Copy]:
+    parameter = get_parameter(model, assignment.parameter_name)
+    return parameter.weight_loader(parameter, assignment.tensor, assignment.shard_id)
+
+
 def _materialise(model: nn.Module, device: torch.device) -> None:
     """Put a model's parameters, zero-filled, and its buffers on a device; tied parameters stay one."""
     placed: dict[nn.Parameter, ShardedParameter] = {}
@@ -80,17 +120,13 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def _fill(model: nn.Module, assignments: Iterable[Assignment]) -> None:
-    """Let each parameter take its slices."""
-    for assignment in assignments:
-        parameter = get_parameter(model, assignment.parameter_name)
-        parameter.weight_loader(parameter, assignment.tensor, assignment.shard_id)
-
-
-def _log_choices(ledger: Ledger, tensors: Iterable[StoredTensor], dtype: torch.dtype) -> None:
+def _log_choices(files: CheckpointFiles, ledger: Ledger, dtype: torch.dtype) -> None:
     """Say what is not read, and which types are cast; to float16 with a warning, since its range is the smallest."""
+    if files.stray:
+        logger.info("not read, since %s does not name them: %s", INDEX_NAME, ", ".join(files.stray))
     if ledger.ignored:
         logger.info("not needed and not read: %s", ", ".join(ledger.ignored))
     level = logging.WARNING if dtype == torch.float16 else logging.INFO
-    for stored in sorted({tensor.dtype for tensor in tensors} - {dtype}, key=str):
-        logger.log(level, "weights stored as %s are cast to %s", stored, dtype)
+    for stored in sorted({tensor.dtype for tensor in files.tensors.values()} - {dtype}, key=str):
+        names = [str(each).removeprefix("torch.") for each in (stored, dtype)]
+        logger.log(level, "weights stored as %s are cast to %s", *names)

@@ -10,6 +10,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from paceline.coordinator.errors import EngineError
 from paceline.coordinator.messages import Admission, RowSampling, Shutdown, StepPlan, StepRows
 from paceline.coordinator.wire import VERSION, decode, encode
@@ -184,7 +185,7 @@ def with_sampling(position: int, value: Any) -> list[Any]:
         ([VERSION, 0, b"", [with_sampling(1, 2**63)], [], None], "seed"),
         ([VERSION, 0, b"", [with_sampling(8, bytes(4))], [], None], "logit_bias"),
         ([VERSION, 0, b"", [], [[0]], None], "block append"),
-        ([VERSION, 0, b"", [], [], [b"", b"", "yes"]], "samples"),
+        ([VERSION, 0, b"", [], [], [b"", b"", "yes"]], "samples, not a byte a row"),
         ([VERSION, 0, b"", [], [], [bytes(8), bytes(4), b"\1"]], "unequal"),
     ],
 )

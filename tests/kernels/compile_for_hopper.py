@@ -42,6 +42,11 @@ INTEGERS = (
 )  # fmt: skip
 
 ATTENTION = {"BLOCK_SIZE": 16, "BLOCK_N": 64, "UPCAST": False}
+HEADS = (
+    {"GROUP": 3, "KV_HEADS": 3, "HEAD_DIM": 64, "BLOCK_D": 64},
+    {"GROUP": 1, "KV_HEADS": 32, "HEAD_DIM": 80, "BLOCK_D": 128},
+    {"GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": 256, "BLOCK_D": 256},
+)
 ROTARY = {"Q_HEADS": 9, "K_HEADS": 3, "BLOCK_Q_HEADS": 16, "BLOCK_K_HEADS": 4, "HEAD_DIM": 80}
 # The constexpr arguments of each kernel, once or more, and the options its launch function passes.
 VARIANTS: dict[str, list[dict[str, int]]] = {
@@ -58,20 +63,13 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
     "_store_kv_kernel": [{"SIZE": 192, "BLOCK": 256, "num_warps": 4}],
     "_prepare_inputs_kernel": [{"BLOCK_SIZE": 16, "BLOCK": 64, "num_warps": 4}],
     "_decode_kernel": [
-        {**ATTENTION, "GROUP": group, "KV_HEADS": 8, "HEAD_DIM": dim, "BLOCK_M": 16, "BLOCK_D": block_dim, **options}
-        for group, dim, block_dim in ((3, 64, 64), (4, 128, 128), (1, 80, 128), (4, 256, 256))
-        for options in ({"SPLITS": 1, "num_warps": 4, "num_stages": 3}, {"SPLITS": 8, "num_warps": 4, "num_stages": 3})
+        {**ATTENTION, **heads, "BLOCK_M": 16, "SPLITS": splits, "num_warps": 4, "num_stages": 3}
+        for heads, splits in zip(HEADS, (1, 8, 1), strict=True)
     ],
     "_combine_kernel": [{"NUM_HEADS": 9, "HEAD_DIM": 80, "BLOCK_D": 128, "SPLITS": 8, "num_warps": 4}],
-    "_prefill_kernel": [
-        {
-            **ATTENTION, "GROUP": group, "KV_HEADS": 8, "HEAD_DIM": dim, "BLOCK_M": 128, "BLOCK_D": block_dim,
-            "num_warps": 8, "num_stages": 2,
-        }
-        for group, dim, block_dim in ((3, 64, 64), (4, 128, 128), (1, 80, 128), (4, 256, 256))
-    ],
+    "_prefill_kernel": [{**ATTENTION, **heads, "BLOCK_M": 64, "num_warps": 4, "num_stages": 3} for heads in HEADS],
     "_gumbel_argmax_kernel": [{"BLOCK": 2048, "num_warps": 8}],
-    "_filter_kernel": [{"BLOCK": 2048, "num_warps": 8}],
+    "_filter_kernel": [{"BLOCK": 8192, "num_warps": 32}],
 }  # fmt: skip
 
 

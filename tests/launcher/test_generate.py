@@ -90,7 +90,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "out of range": (["--top-p", "1.01", "hi"], "top_p must be from 0 to 1, got 1.01"),
     "empty prompt": (["  "], "prompt 0 is empty"),
     "missing file": (["--prompt-file", "/no/such/file"], "/no/such/file"),
-    "too long": (["--max-model-len", "16", "hello " * 20], "fewer than 16"),
+    "too long": (["--max-model-len", "16", "hello " * 20], "allows at most 16 in prompt and answer"),
     "ranks": (["--tp", "2", "hi"], "tensor parallel size 2 needs as many ranks, but 1 rank was started"),
     "no GPU": (["--device", "cuda", "hi"], "no GPU is visible"),
     "longer than the model": (["--max-model-len", "9000", "hi"], "8192"),
