@@ -56,7 +56,7 @@ class ProcessGroupCommunicator:
     """Ranks are processes of a torch.distributed group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -74,6 +74,14 @@ class ProcessGroupCommunicator:
         gathered = tensor.new_empty((self.size, *tensor.shape))
         _all_gather_single(gathered.view(-1), tensor.view(-1), group=self._group)
         return gathered.movedim(0, -2).reshape(*tensor.shape[:-1], -1)
+
+    def close(self) -> None:
+        """Let go of the group, so that destroying it ends its threads while the interpreter still runs.
+
+        gloo's threads release tensors, for which they need the interpreter: ended only with the process, they may meet
+        it half torn down and abort.
+        """
+        self._group = None
 
 
 class _ThreadRank:

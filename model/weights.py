@@ -58,19 +58,32 @@ def load_model(
         faults = _fill(model, _dummy_assignments(model, dtype, device), comm, device, stop)
     else:
         with CheckpointFiles(Path(folder)) as files:
-            ledger = Ledger(model)
-            for _, tensor in sorted(files.tensors.items()):
-                ledger.enter(tensor)
-            faults = ledger.faults(files.faults)
-            if not faults:
-                if comm.rank == 0:
-                    _log_choices(files, ledger, dtype)
-                faults = _fill(model, ledger.assignments, comm, device, stop)
+            faults = _load_files(model, files, comm, device, dtype, stop)
     if faults:
         shown = "; ".join(faults[:_MOST_FAULTS_SHOWN])
         more = f"; and {len(faults) - _MOST_FAULTS_SHOWN} more" if len(faults) > _MOST_FAULTS_SHOWN else ""
         raise CheckpointError(f"checkpoint {folder} cannot be loaded: {shown}{more}")
     return model
+
+
+def _load_files(
+    model: CausalLM,
+    files: CheckpointFiles,
+    comm: Communicator,
+    device: torch.device,
+    dtype: torch.dtype,
+    stop: StopFlag,
+) -> list[str]:
+    """Check the headers, and read this rank's parts where they have no fault; all faults met."""
+    ledger = Ledger(model)
+    # In the order of their bytes, in which they are then read.
+    for tensor in sorted(files.tensors.values(), key=lambda tensor: (tensor.file_name, tensor.entry.begin)):
+        ledger.enter(tensor)
+    if faults := ledger.faults(files.faults):
+        return faults
+    if comm.rank == 0:
+        _log_choices(files, ledger, dtype)
+    return _fill(model, ledger.assignments, comm, device, stop)
 
 
 def _dummy_assignments(model: CausalLM, dtype: torch.dtype, device: torch.device) -> list[Assignment]:

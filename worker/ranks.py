@@ -116,6 +116,8 @@ class RankGroup:
         """Leave the group. Safe to call twice."""
         if self._store is not None:
             self._store = None
+            if isinstance(self.communicator, ProcessGroupCommunicator):
+                self.communicator.close()
             dist.destroy_process_group()
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import termios
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,18 @@ def test_a_process_for_each_rank(default_model: Path) -> None:
     ]
     assert "verified: the shards put together are the checkpoint bit for bit, copies agree, padding is zero" in lines
     assert "NO" not in result.stdout.split()
+
+
+def test_a_terminal_sees_the_progress(tiny: Callable[..., Any]) -> None:
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    command = [sys.executable, "-m", "paceline.launcher", "verify", str(tiny("llama").folder)]
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=theirs, timeout=60, check=True)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert "loading:   0%" in shown
+    assert "paceline: loaded 0.000 GB in" in shown
 
 
 DAMAGE = """

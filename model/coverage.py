@@ -1,0 +1,55 @@
+"""The second half of the ledger, kept while weights are written: each element of each parameter exactly once."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from torch import nn
+
+from paceline.model.parameter import Box, Copy, ShardedParameter, box_size
+
+
+class Coverage:
+    """Notes every write into one rank's parameters. Several threads may write."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._written: dict[nn.Parameter, list[Box]] = {parameter: [] for parameter in self._names}
+
+    def record(self, copy: Copy) -> None:
+        """Note that a copy was carried out."""
+        self._written[copy.parameter].append(copy.target)
+
+    def faults(self) -> list[str]:
+        """What is wrong with each parameter of which not all elements, or padding, or some twice, were written."""
+        faults = []
+        for parameter, name in self._names.items():
+            if not isinstance(parameter, ShardedParameter):
+                raise TypeError(f"{name} must be a ShardedParameter, not {type(parameter).__name__}")
+            faults += [f"parameter {name} {fault}" for fault in _faults(parameter, self._written[parameter])]
+        return faults
+
+
+def _faults(parameter: ShardedParameter, written: list[Box]) -> list[str]:
+    """Nothing outside the shards, no two overlap, and as many elements as the shards have: so each exactly once."""
+    targets = [shard.target for shard in parameter.shards.values()]
+    outside = [box for box in written if not any(_lies_in(box, target) for target in targets)]
+    twice = [(first, second) for first, second in combinations(written, 2) if _overlap(first, second)]
+    faults = [f"was written outside its shards, at {_text(box)}" for box in outside]
+    faults += [f"was written twice, at {_text(first)} and {_text(second)}" for first, second in twice]
+    wanted, got = sum(map(box_size, targets)), sum(map(box_size, written))
+    if got != wanted and not faults:
+        faults.append(f"of shape {list(parameter.shape)} got {got} of the {wanted} elements it needs")
+    return faults
+
+
+def _lies_in(inner: Box, outer: Box) -> bool:
+    return all(a.start >= b.start and a.stop <= b.stop for a, b in zip(inner, outer, strict=True))
+
+
+def _overlap(first: Box, second: Box) -> bool:
+    return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(first, second, strict=True))
+
+
+def _text(box: Box) -> str:
+    return f"[{', '.join(f'{part.start}:{part.stop}' for part in box)}]"

@@ -1,0 +1,63 @@
+"""Loading to a GPU, through pinned buffers and streams of their own, gives what loading to the CPU gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.model import shard_reader
+from paceline.model.communicator import Communicator, SingleRank, run_simulated_ranks
+from paceline.model.config import ModelConfig
+from paceline.model.errors import CheckpointError
+from paceline.model.weights import load_model
+
+pytestmark = pytest.mark.gpu
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tp", [1, 3])
+@pytest.mark.parametrize("piece_bytes", [1 << 10, 8 << 20])
+def test_the_same_bits_as_on_the_cpu(
+    tp: int, dtype: torch.dtype, piece_bytes: int, tiny: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With small pieces every buffer is used again and again while copies are under way."""
+    monkeypatch.setattr(shard_reader, "PIECE_BYTES", piece_bytes)
+    folder = tiny("qwen2", vocab_size=259).folder
+    config = ModelConfig.from_folder(folder)
+
+    def on(device: str) -> list[dict[str, torch.Tensor]]:
+        def body(comm: Communicator) -> dict[str, torch.Tensor]:
+            model = load_model(folder, config, comm, torch.device(device), dtype, max_model_len=64)
+            return {name: parameter.data.cpu() for name, parameter in model.named_parameters()}
+
+        return run_simulated_ranks(tp, body)
+
+    for ours, expected in zip(on("cuda"), on("cpu"), strict=True):
+        assert ours.keys() == expected.keys()
+        assert all(torch.equal(ours[name], expected[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (float("nan"), torch.bfloat16, "holds nan at [40, 3]"),
+        (float("-inf"), torch.float32, "holds -inf at [40, 3]"),
+        (70000.0, torch.float16, "holds 70000 at [40, 3], beyond float16"),
+    ],
+)
+def test_values_that_are_not_finite_are_found_on_the_gpu(
+    value: float, dtype: torch.dtype, message: str, own_tiny: Callable
+) -> None:
+    folder = own_tiny().folder
+    content = load_file(folder / "model.safetensors")
+    content[Q_PROJ][40, 3] = value
+    save_file(content, folder / "model.safetensors")
+    config = ModelConfig.from_folder(folder)
+    with pytest.raises(CheckpointError, match=re.escape(f"tensor {Q_PROJ} in model.safetensors {message}")):
+        load_model(folder, config, SingleRank(), torch.device("cuda"), dtype, max_model_len=64)
