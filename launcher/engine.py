@@ -6,8 +6,11 @@ import atexit
 import dataclasses
 import itertools
 import os
+import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from paceline.coordinator.channel import StepChannelReader, StepChannelWriter
@@ -56,7 +59,7 @@ def start_engine(config: EngineConfig) -> Engine:
     worker = Worker(config, ranks)
     if ranks.rank > 0:
         reader = StepChannelReader.attach(ranks.exchange("")[0], ranks.rank - 1)
-        follow(worker, reader)
+        follow(worker, reader, ranks)
         reader.close()
         ranks.close()
         raise SystemExit(0)
@@ -121,6 +124,7 @@ class Engine:
         self._ids = itertools.count()
         self._failed: EngineError | None = None
         self._closed = False
+        _explain_termination(executor)
         atexit.register(self.close)  # a script that ends without closing must not leave the other ranks waiting
 
     def add(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[str]:
@@ -199,6 +203,22 @@ class Engine:
         self._executor.close("" if self._failed is None else str(self._failed))
         if self._failed is None:
             self._ranks.close()
+
+
+def _explain_termination(executor: RankExecutor) -> None:
+    """When torchrun ends this rank because another has died, say which, as an EngineError of whatever runs now.
+
+    torchrun sends SIGTERM to the other ranks within a tenth of a second of a death, and the step that the dead rank
+    breaks may not have failed here by then. A handler of the program's own is left alone.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return
+
+    def on_terminate(number: int, frame: FrameType | None) -> None:
+        executor.check_ranks()
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, on_terminate)
 
 
 def choice_seed(seed: int | None, index: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 
@@ -27,7 +28,7 @@ class RankExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Send the plan to the other ranks and start it here."""
         if self._channel is not None:
-            self._channel.check_readers()
+            self.check_ranks()
             self._channel.send(plan)
         try:
             self._pending.append(self._worker.execute(plan))
@@ -65,9 +66,15 @@ class RankExecutor:
             time.sleep(0.05)
         raise EngineError(f"rank 0: {describe(error)}") from error
 
+    def check_ranks(self) -> None:
+        """Raise EngineError naming another rank that died or failed."""
+        if self._channel is not None:
+            self._channel.check_readers()
+
     def close(self, error: str = "") -> None:
         """End the other ranks; with an error, they exit non-zero."""
         if self._channel is not None:
-            self._channel.send(Shutdown(error))
+            with contextlib.suppress(EngineError):  # a rank that is gone cannot be told
+                self._channel.send(Shutdown(error))
             self._channel.close()
             self._channel = None

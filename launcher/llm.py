@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -19,6 +21,8 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "StreamChunk"]
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
+
+_News = tuple[RequestOutput, CompletionOutput, ChoiceUpdate]
 
 
 class LLM:
@@ -42,6 +46,8 @@ class LLM:
         """
         self.engine = start_engine(make_config(model, tensor_parallel_size, settings))
         self._outputs: dict[str, tuple[RequestOutput, int]] = {}
+        self._streams: weakref.WeakSet[AnswerStream] = weakref.WeakSet()
+        """Whoever makes a step leaves its news with all of them."""
 
     def generate(
         self,
@@ -80,23 +86,13 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[StreamChunk]:
-        """Yield pieces of the answers as they come, those of all prompts mixed; leaving the loop aborts the rest."""
-        texts, ids = self._encode(_as_list(prompts))
-        outputs = self._add(texts, ids, sampling_params)
-        place = {id(output): index for index, output in enumerate(outputs)}
-        return self._stream(outputs, place)
+    ) -> AnswerStream:
+        """Iterate over pieces of the answers as they come, those of all prompts mixed; otherwise as generate().
 
-    def _stream(self, outputs: list[RequestOutput], place: dict[int, int]) -> Iterator[StreamChunk]:
-        try:
-            while not all(output.finished for output in outputs):
-                for output, choice, update in self._step():
-                    if id(output) in place:
-                        yield StreamChunk(
-                            place[id(output)], choice.index, update.text, update.token_ids, update.finish_reason
-                        )
-        finally:
-            self._drop(outputs)
+        The requests run from now on. Closing the stream, or dropping it (leaving the loop), aborts what still runs.
+        """
+        texts, ids = self._encode(_as_list(prompts))
+        return AnswerStream(self, self._add(texts, ids, sampling_params))
 
     def _run(
         self,
@@ -154,9 +150,9 @@ class LLM:
             raise
         return outputs
 
-    def _step(self) -> list[tuple[RequestOutput, CompletionOutput, ChoiceUpdate]]:
+    def _step(self) -> list[_News]:
         """One step of the engine, its news already added to the outputs."""
-        news = []
+        news: list[_News] = []
         for update in self.engine.step():
             output, number = self._outputs[update.request_id]
             choice = output.outputs[number]
@@ -172,6 +168,8 @@ class LLM:
             news.append((output, choice, update))
             if update.finish_reason is not None:
                 del self._outputs[update.request_id]
+        for stream in self._streams:
+            stream.inbox.extend(news)
         return news
 
     def _drop(self, outputs: list[RequestOutput]) -> None:
@@ -204,6 +202,38 @@ class LLM:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+
+class AnswerStream(Iterator[StreamChunk]):
+    """Pieces of the answers to some prompts, as `LLM.stream` gives them."""
+
+    def __init__(self, llm: LLM, outputs: list[RequestOutput]) -> None:
+        self.inbox: deque[_News] = deque()
+        """News of any request that was not looked at yet."""
+        self._llm = llm
+        self._outputs = outputs
+        self._place = {id(output): index for index, output in enumerate(outputs)}
+        llm._streams.add(self)
+
+    def __next__(self) -> StreamChunk:
+        while True:
+            while self.inbox:
+                output, choice, update = self.inbox.popleft()
+                index = self._place.get(id(output))
+                if index is not None:
+                    return StreamChunk(index, choice.index, update.text, update.token_ids, update.finish_reason)
+            if all(output.finished for output in self._outputs):
+                raise StopIteration
+            self._llm._step()
+
+    def close(self) -> None:
+        """Abort what still runs; the stream ends."""
+        self.inbox.clear()
+        self._llm._drop(self._outputs)
+        self._outputs = []
+
+    def __del__(self) -> None:
         self.close()
 
 

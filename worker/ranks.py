@@ -20,7 +20,8 @@ from paceline.model.shard_reader import StopFlag
 
 START_TIMEOUT = timedelta(hours=2)
 """A rank may wait this long for another that loads a large model; a dead one is noticed by torchrun at once."""
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+COLLECTIVE_TIMEOUT = timedelta(minutes=2)
+"""A rank that stands still ends the others after this long."""
 STOP_POLL_S = 0.25
 
 
@@ -111,6 +112,15 @@ class RankGroup:
             everywhere = len(ranks) == self.size
             parts.append(message if everywhere else f"rank {', '.join(map(str, ranks))}: {message}")
         raise InputError("; ".join(parts)) from error
+
+    def abandon(self) -> None:
+        """Leave the group in the middle of a step, so that ranks that wait in a collective learn of it.
+
+        gloo tells them by the closed connection. NCCL does not, and closing it could wait for them: there rank 0
+        watches the step channel instead.
+        """
+        if self.device.type == "cpu":
+            self.close()
 
     def close(self) -> None:
         """Leave the group. Safe to call twice."""

@@ -173,6 +173,18 @@ def test_one_bad_prompt_refuses_the_batch(llm: LLM) -> None:
     assert not llm.engine.coordinator.stats().waiting
 
 
+def test_streams_and_batches_take_turns(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    alone = [llm.generate([ids], params)[0].outputs[0].token_ids for ids in ([1, 2], [3, 4])]
+    first, second = llm.stream([1, 2], params), llm.stream([3, 4], params)
+    got: list[list[int]] = [[*next(first).token_ids], [*next(second).token_ids]]
+    llm.generate([5, 6], params)
+    for answer, stream in zip(got, (first, second), strict=True):
+        for chunk in stream:
+            answer.extend(chunk.token_ids)
+    assert got == alone
+
+
 def test_leaving_a_stream_aborts_the_rest(llm: LLM) -> None:
     for chunk in llm.stream([[1, 2], [3, 4]], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)):
         assert chunk.token_ids
