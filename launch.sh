@@ -7,13 +7,14 @@ usage() {
 Usage: ./launch.sh [COMMAND] [ARGUMENT …]
 
   (none)             the same as generate
-  generate PROMPT …  answer prompts, or a first question; --tp N splits the model over N ranks
-  serve …            serve a model over HTTP
+  generate PROMPT …  answer prompts, or a first question; --tp N splits the model over N ranks, one a GPU by default
   verify MODEL …     check a model's shards against its checkpoint, or show what each rank would hold
   test …             style, types and tests; arguments go to pytest
   bench NAME …       run benchmarks/NAME.py
   setup              set up only
   COMMAND --help     the options of a command; other commands go to `python -m paceline.launcher`
+
+verify and bench take one rank unless --tp N is given.
 
 The first run makes .venv beside this script and installs into it (about a minute, 2 GB).
   PYTHON=…           the Python, 3.11 or newer, to make .venv with

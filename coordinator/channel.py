@@ -249,6 +249,17 @@ class StepChannelReader:
         self._status.error = text
         os.eventfd_write(self._progress, 1)
 
+    def await_writer_end(self, timeout: float) -> None:
+        """Return once the writer's process has ended, after `timeout` seconds at the latest."""
+        try:
+            process = os.pidfd_open(_peer(self._connection)[0])
+        except ProcessLookupError:
+            return
+        try:
+            select.select([process], [], [], timeout)
+        finally:
+            os.close(process)
+
     def close(self) -> None:
         """Let go of everything; again does nothing. To the writer this rank has ended."""
         if self._closed:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.coordinator.checks import check_integer, check_number, check_switch, shown
 from paceline.coordinator.errors import InputError
+from paceline.coordinator.policies import POLICIES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -13,10 +15,13 @@ LOAD_FORMATS = ("safetensors", "dummy")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine. What None stands for is decided once the model and the memory are known."""
+    """Settings of one engine. What None stands for is decided once the model and the memory are known.
+
+    Every value is checked on construction; a bad one raises InputError naming the field.
+    """
 
     model: str
-    """Folder of a Hugging Face checkpoint."""
+    """Folder or hub id of a Hugging Face checkpoint, or "" for the default model; the ranks are given the folder."""
     tensor_parallel_size: int = 1
     """Ranks over which each layer is split."""
     device: str = "auto"
@@ -47,18 +52,25 @@ class EngineConfig:
     """Compare step number, rows and tokens across ranks in every step (slow; for debugging)."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("dtype", DTYPES), ("device", DEVICES), ("load_format", LOAD_FORMATS)):
+        if not isinstance(self.model, str):
+            raise InputError(f"model must be a text, a folder or a hub id, got {shown(self.model)}")
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("device", DEVICES),
+            ("load_format", LOAD_FORMATS),
+            ("policy", tuple(POLICIES)),
+        ):
             value = getattr(self, name)
             if value not in choices:
-                raise InputError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+                raise InputError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")
         for name in ("tensor_parallel_size", "max_num_seqs", "max_batched_tokens", "block_size"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_integer(name, getattr(self, name), 1)
         for name, least in (("max_model_len", 2), ("num_blocks", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(f"{name} must be at least {least}, got {value}")
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), least)
         if self.block_size & (self.block_size - 1):
             raise InputError(f"block_size must be a power of two, got {self.block_size}")
-        if self.cache_memory_share is not None and not 0 < self.cache_memory_share <= 1:
-            raise InputError(f"cache_memory_share must be above 0 and at most 1, got {self.cache_memory_share}")
+        if self.cache_memory_share is not None:
+            check_number("cache_memory_share", self.cache_memory_share, 0, 1, above_low=True)
+        for name in ("prefix_cache", "check_lockstep"):
+            check_switch(name, getattr(self, name))

@@ -28,7 +28,6 @@ class Coordinator:
     def __init__(
         self, config: EngineConfig, limits: Limits, executor: Executor, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Raises InputError where config names no known policy."""
         self._limits = limits
         self._executor = executor
         self._clock = clock

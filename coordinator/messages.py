@@ -67,6 +67,8 @@ class StepPlan:
 
     step: int
     freed: Sequence[int] = ()
+    """Slots whose requests left. An admission overwrites all of its slot, so no rank has to read this: it is sent so
+    that ranks may drop what they keep for a slot, and the tests check by it that none is given away while in use."""
     admissions: Sequence[Admission] = ()
     block_appends: Sequence[tuple[int, Sequence[int]]] = ()
     """(slot, block ids appended to its block table)."""

@@ -49,7 +49,6 @@ class Request:
     num_computed: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at the first admission."""
-    preemptions: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None
 

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from paceline.coordinator.checks import MAX_INT32, check_integer, check_number, check_switch, shown
 from paceline.coordinator.errors import InputError
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
 
+_INTEGERS = {"n": (1, MAX_CHOICES), "top_k": (-1, MAX_INT32), "min_tokens": (0, MAX_INT32)}
+_OPTIONAL_INTEGERS = {
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (1, MAX_INT32),
+    "logprobs": (0, MAX_LOGPROBS),
+}
+_NUMBERS = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
+_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling and stopping rules of one request; names and meanings follow vLLM's and OpenAI's.
 
-    Every value is checked on construction; a bad one raises InputError naming the field.
+    Every value is checked on construction; a bad one raises InputError naming the field. Containers are copied, `stop`
+    and `stop_token_ids` to tuples; None in place of one of them, or of `logit_bias`, stands for an empty one.
     """
 
     n: int = 1
@@ -57,54 +73,21 @@ class SamplingParams:
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("n", "top_k", "min_tokens"):
-            self._check_int(name)
-        for name in ("seed", "max_tokens", "logprobs"):
+        for name, bounds in _INTEGERS.items():
+            check_integer(name, getattr(self, name), *bounds)
+        for name, bounds in _OPTIONAL_INTEGERS.items():
             if getattr(self, name) is not None:
-                self._check_int(name)
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise InputError(f"{name} must be a finite number, got {value!r}")
-        self._require(1 <= self.n <= MAX_CHOICES, f"n must be from 1 to {MAX_CHOICES}, got {self.n}")
-        self._require(0 <= self.temperature <= 100, f"temperature must be from 0 to 100, got {self.temperature}")
-        self._require(0 <= self.top_p <= 1, f"top_p must be from 0 to 1, got {self.top_p}")
-        self._require(-1 <= self.top_k < 2**31, f"top_k must be from -1 to 2^31-1, got {self.top_k}")
-        self._require(0 <= self.min_p <= 1, f"min_p must be from 0 to 1, got {self.min_p}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._require(-2 <= getattr(self, name) <= 2, f"{name} must be from -2 to 2, got {getattr(self, name)}")
-        self._require(
-            0 < self.repetition_penalty <= 100,
-            f"repetition_penalty must be above 0 and at most 100, got {self.repetition_penalty}",
-        )
-        self._require(self.seed is None or -(2**63) <= self.seed < 2**63, f"seed must fit in 64 bits, got {self.seed}")
-        self._require(
-            self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"
-        )
-        self._require(self.min_tokens >= 0, f"min_tokens must not be negative, got {self.min_tokens}")
-        self._require(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
-        )
-        self._require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            f"logprobs must be from 0 to {MAX_LOGPROBS}, got {self.logprobs}",
-        )
-        self._require(
-            len(self.stop) <= MAX_STOP_STRINGS, f"stop takes at most {MAX_STOP_STRINGS} texts, got {len(self.stop)}"
-        )
-        for text in self.stop:
-            self._require(isinstance(text, str) and text != "", f"stop must hold non-empty texts, got {text!r}")
-        for token in self.stop_token_ids:
-            self._require(is_int(token) and token >= 0, f"stop_token_ids must hold token ids, got {token!r}")
-        for token, bias in self.logit_bias.items():
-            self._require(is_int(token) and token >= 0, f"logit_bias must be keyed by token ids, got {token!r}")
-            self._require(
-                not isinstance(bias, bool) and isinstance(bias, (int, float)) and -100 <= bias <= 100,
-                f"logit_bias of token {token} must be from -100 to 100, got {bias!r}",
-            )
+                check_integer(name, getattr(self, name), *bounds)
+        for name, bounds in _NUMBERS.items():
+            check_number(name, getattr(self, name), *bounds)
+        check_number("repetition_penalty", self.repetition_penalty, 0, 100, above_low=True)
+        for name in _SWITCHES:
+            check_switch(name, getattr(self, name))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        object.__setattr__(self, "stop", _stop_texts(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
 
     @property
     def greedy(self) -> bool:
@@ -118,16 +101,38 @@ class SamplingParams:
                 if token >= vocab_size:
                     raise InputError(f"{name} names token {token}, but the vocabulary has ids 0 to {vocab_size - 1}")
 
-    def _check_int(self, name: str) -> None:
-        value = getattr(self, name)
-        self._require(is_int(value), f"{name} must be a whole number, got {value!r}")
 
-    @staticmethod
-    def _require(condition: bool, message: str) -> None:
-        if not condition:
-            raise InputError(message)
+def _stop_texts(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise InputError(f"stop must be a text or a list of texts, got {shown(value)}")
+    if len(value) > MAX_STOP_STRINGS:
+        raise InputError(f"stop takes at most {MAX_STOP_STRINGS} texts, got {len(value)}")
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise InputError(f"stop must hold non-empty texts, got {shown(text)}")
+    return tuple(value)
 
 
-def is_int(value: object) -> bool:
-    """Whether value is a whole number; True and False are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
+def _stop_token_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise InputError(f"stop_token_ids must be a list of token ids, got {shown(value)}")
+    for token in value:
+        check_integer("each of stop_token_ids", token, 0, MAX_INT32)
+    return tuple(value)
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InputError(f"logit_bias must map token ids to numbers, got {shown(value)}")
+    for token, bias in value.items():
+        check_integer("each key of logit_bias", token, 0, MAX_INT32)
+        check_number(f"logit_bias of token {token}", bias, -100, 100)
+    return dict(value)

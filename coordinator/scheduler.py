@@ -142,7 +142,6 @@ class Scheduler:
         insort(self.waiting, victim, key=_rank)
         victim.status = Status.WAITING
         victim.num_computed = 0
-        victim.preemptions += 1
         self.num_preemptions += 1
         return victim
 

@@ -22,7 +22,7 @@ def filter_logits(
     tokens less than min_p times as likely as the likeliest. The largest logit always stays. NaN counts as -inf.
     A row with nothing to filter keeps its bits: top_k 0 or at least V, top_p 1 and min_p 0; or temperature 0.
 
-    logits: [S, V] float32, contiguous. temperature, top_p, min_p: [S] float32. top_k: [S] int32.
+    logits: [S, V] float32, contiguous along V. temperature, top_p, min_p: [S] float32. top_k: [S] int32.
     """
     run = filter_logits_triton if logits.is_cuda else filter_logits_reference
     return run(logits, temperature, top_k, top_p, min_p)
@@ -76,7 +76,7 @@ def filter_logits_triton(
     """`filter_logits` by a Triton kernel, one program a row."""
     num_rows, width = logits.shape
     block = min(triton.next_power_of_2(width), _MAX_BLOCK)
-    _filter_kernel[(num_rows,)](logits, temperature, top_k, top_p, min_p, width, block, num_warps=32)
+    _filter_kernel[(num_rows,)](logits, temperature, top_k, top_p, min_p, width, logits.stride(0), block, num_warps=32)
     return logits
 
 
@@ -88,6 +88,7 @@ def _filter_kernel(
     top_p_ptr: tl.tensor,
     min_p_ptr: tl.tensor,
     width: tl.tensor,
+    outer_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -99,7 +100,7 @@ def _filter_kernel(
     limits_mass = top_p < 1.0
     if (temperature <= 0.0) | ~(limits_count | limits_mass | (min_p > 0.0)):
         return
-    row_ptr = logits_ptr + row * width
+    row_ptr = logits_ptr + row * outer_stride
     peak = _peak(row_ptr, width, BLOCK)
     inverse_temperature = 1.0 / temperature
     threshold = float("-inf")

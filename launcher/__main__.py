@@ -42,8 +42,7 @@ def run(argv: list[str]) -> int:
             _say(str(error))
         return EXIT_BAD_INPUT
     except EngineError as error:
-        if rank == 0:
-            _say(str(error))
+        _say(f"rank {rank}: {error}" if rank else str(error))
         return EXIT_ENGINE_FAILED
     except BrokenPipeError:
         # The reader of our output has gone (`| head`); nothing more can be said on stdout.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Iterator
 
 from paceline.coordinator.channel import StepChannelWriter
 from paceline.coordinator.errors import EngineError
@@ -30,10 +31,8 @@ class RankExecutor:
         if self._channel is not None:
             self.check_ranks()
             self._channel.send(plan)
-        try:
+        with self._blaming():
             self._pending.append(self._worker.execute(plan))
-        except RuntimeError as error:
-            self._blame(error)
 
     def collect(self, wait: bool) -> StepResult | None:
         """The oldest result not yet collected; None where it is not ready and wait is false, or nothing runs.
@@ -42,13 +41,14 @@ class RankExecutor:
         """
         if not self._pending:
             return None
-        pending = self._pending[0]
-        if not pending.ready():
-            if not wait:
-                return None
-            self._wait(pending)
-        self._pending.popleft()
-        return pending.result()
+        with self._blaming():
+            pending = self._pending[0]
+            if not pending.ready():
+                if not wait:
+                    return None
+                self._wait(pending)
+            self._pending.popleft()
+            return pending.result()
 
     def _wait(self, pending: PendingResult) -> None:
         """Wait for a result while watching the other ranks: a collective does not end when one of them is gone."""
@@ -58,13 +58,23 @@ class RankExecutor:
             self._channel.check_readers()
             time.sleep(POLL_SECONDS)
 
-    def _blame(self, error: RuntimeError) -> None:
-        """Raise for a failed step. A rank's death shows here as a broken collective: let it say first what it met."""
-        deadline = time.monotonic() + BLAME_SECONDS
-        while self._channel is not None and time.monotonic() < deadline:
-            self._channel.check_readers()
-            time.sleep(0.05)
-        raise EngineError(f"rank 0: {describe(error)}") from error
+    @contextlib.contextmanager
+    def _blaming(self) -> Iterator[None]:
+        """Whatever a step meets here is an EngineError that names the rank at fault.
+
+        Another rank's death shows as a broken collective, on a GPU only when the result is looked at: so it is let say
+        first what it met.
+        """
+        try:
+            yield
+        except EngineError:
+            raise
+        except Exception as error:
+            deadline = time.monotonic() + BLAME_SECONDS
+            while self._channel is not None and time.monotonic() < deadline:
+                self.check_ranks()
+                time.sleep(0.05)
+            raise EngineError(f"rank 0 failed: {describe(error)}") from error
 
     def check_ranks(self) -> None:
         """Raise EngineError naming another rank that died or failed."""
@@ -72,7 +82,7 @@ class RankExecutor:
             self._channel.check_readers()
 
     def close(self, error: str = "") -> None:
-        """End the other ranks; with an error, they exit non-zero."""
+        """End the other ranks; with an error they exit non-zero, once this process has ended."""
         if self._channel is not None:
             with contextlib.suppress(EngineError):  # a rank that is gone cannot be told
                 self._channel.send(Shutdown(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections import deque
@@ -11,8 +12,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from paceline.coordinator.checks import is_int
 from paceline.coordinator.errors import InputError
-from paceline.coordinator.sampling_params import SamplingParams, is_int
+from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.engine import ChoiceUpdate, make_config, start_engine
 from paceline.launcher.outputs import CompletionOutput, RequestOutput, StreamChunk
 from paceline.launcher.tokenizer import Message
@@ -33,7 +35,9 @@ class LLM:
     the engine or ends, and then leave the script, so that its output appears once. One LLM a script.
     """
 
-    def __init__(self, model: str | None = None, *, tensor_parallel_size: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str] | None = None, *, tensor_parallel_size: int | None = None, **settings: Any
+    ) -> None:
         """Load a model.
 
         Args:
@@ -48,6 +52,8 @@ class LLM:
         self._outputs: dict[str, tuple[RequestOutput, int]] = {}
         self._streams: weakref.WeakSet[AnswerStream] = weakref.WeakSet()
         """Whoever makes a step leaves its news with all of them."""
+        self._abandoned: deque[RequestOutput] = deque()
+        """Of streams that nobody reads any more."""
 
     def generate(
         self,
@@ -129,7 +135,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
         """Queue all prompts or, where one is refused, none."""
-        per_prompt = _one_each(params or SamplingParams(), len(ids))
+        per_prompt = _one_each(SamplingParams() if params is None else params, len(ids))
         outputs: list[RequestOutput] = []
         try:
             for index, (text, token_ids, each) in enumerate(zip(texts, ids, per_prompt, strict=True)):
@@ -152,6 +158,8 @@ class LLM:
 
     def _step(self) -> list[_News]:
         """One step of the engine, its news already added to the outputs."""
+        if self._abandoned:
+            self._drop([self._abandoned.popleft() for _ in range(len(self._abandoned))])
         news: list[_News] = []
         for update in self.engine.step():
             output, number = self._outputs[update.request_id]
@@ -202,7 +210,7 @@ class LLM:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.engine.close("" if error is None else str(error) or type(error).__name__)
 
 
 class AnswerStream(Iterator[StreamChunk]):
@@ -234,7 +242,8 @@ class AnswerStream(Iterator[StreamChunk]):
         self._outputs = []
 
     def __del__(self) -> None:
-        self.close()
+        # The collector may run this in the middle of a step, so the requests are only left to be dropped by the next.
+        self._llm._abandoned.extend(self._outputs)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,8 +1,9 @@
 """Starts the ranks of one engine on this host: `python -m paceline.launcher.start [--script FILE] [ARGUMENT …]`.
 
-It hands over to `torchrun --standalone --nproc-per-node N -m paceline.launcher ARGUMENT …`, N being --tp or the number
-of GPUs. torchrun's own code runs in this process, so that a failed rank, which has said in one line what to change, is
-not followed by torchrun's report and traceback, and its exit code becomes ours.
+It hands over to `torchrun --standalone --nproc-per-node N -m paceline.launcher ARGUMENT …`, N being --tp; without it
+`generate` takes a rank for each GPU, and all else takes one. torchrun's own code runs in this process, so that a failed
+rank, which has said in one line what to change, is not followed by torchrun's report and traceback, and its exit code
+becomes ours.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from paceline.launcher.tp_range import is_tp_range
 
 SHUTDOWN_SECONDS = 10
 """How long ranks may take to end once one of them has failed or a signal came; then torchrun kills them."""
+RANK_PER_GPU_COMMANDS = ("generate",)
+"""Commands that take all GPUs there are unless --tp says otherwise: those that run the engine to answer somebody."""
 USAGE_ERROR = 2
 """Exit code for arguments that cannot be carried out."""
 
@@ -30,7 +33,7 @@ def main() -> int:
     """Start the ranks and watch them; the exit code is that of the first rank to fail, or 0."""
     try:
         program, arguments = split_script(sys.argv[1:])
-        ranks = number_of_ranks(arguments, visible_gpus)
+        ranks = number_of_ranks(sys.argv[1:], visible_gpus)
     except InputError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -54,11 +57,13 @@ def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def number_of_ranks(arguments: Sequence[str], count_gpus: Callable[[], int]) -> int:
-    """--tp (--tensor-parallel-size) where it is given anywhere, else a rank for each GPU, and 1 without one.
+    """--tp (--tensor-parallel-size) where it is given anywhere; else 1, or for `generate` a rank for each GPU.
 
-    Help, and --device cpu, take one rank, and so does `verify` for several numbers or the config alone. Raises
-    InputError where --tp is no positive whole number.
+    arguments: those of the program, a leading command or --script FILE included. Help, and --device cpu, take one rank
+    unless --tp is given; `verify` takes one for several numbers or the config alone. Raises InputError where --tp is no
+    positive whole number.
     """
+    command = arguments[0] if arguments else ""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tp", "--tensor-parallel-size", dest="tp")
     parser.add_argument("--device")
@@ -68,16 +73,16 @@ def number_of_ranks(arguments: Sequence[str], count_gpus: Callable[[], int]) -> 
         options, _ = parser.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
         raise InputError(f"{error.argument_name} must be followed by a value") from error
-    if options.config_only or (list(arguments[:1]) == ["verify"] and is_tp_range(options.tp or "")):
+    if command == "verify" and (options.config_only or is_tp_range(options.tp or "")):
         return 1
     if options.tp is not None:
         # Not int() alone, which also takes "1_0" and " 2".
         if not (options.tp.isascii() and options.tp.isdigit() and int(options.tp) > 0):
             raise InputError(f"--tp must be a whole number of at least 1, got {options.tp!r}")
         return int(options.tp)
-    if not arguments or options.information or options.device == "cpu":
-        return 1
-    return max(1, count_gpus())
+    if command in RANK_PER_GPU_COMMANDS and not options.information and options.device != "cpu":
+        return max(1, count_gpus())
+    return 1
 
 
 def visible_gpus() -> int:

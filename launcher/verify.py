@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "--tensor-parallel-size",
         dest="tp",
         metavar="N",
-        help="ranks, one process each; 1..8 or 1,2,4 tries each number in turn in one process, without GPUs",
+        help="ranks, one process each (default 1); 1..8 or 1,2,4 tries each in turn in one process, without GPUs",
     )
     parser.add_argument("--config-only", action="store_true", help="show plan and memory from config.json, no weights")
     parser.add_argument("--no-forward", action="store_true", help="no forward pass; it needs all weights on one rank")
@@ -52,37 +53,52 @@ def run(arguments: argparse.Namespace) -> None:
         from paceline.launcher.verify_plot import check_plot
 
         check_plot(arguments.plot)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if arguments.config_only:
+        if int(os.environ.get("RANK", "0")) == 0:  # one rank is enough to read a config
+            _plan(arguments)
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1 or arguments.device == "cuda":
         _verify_as_rank(arguments)
     else:
-        folder = resolve_checkpoint(arguments.model, weights=not arguments.config_only)
-        reports = _verify_alone(arguments, folder)
-        _show(arguments, folder, reports)
-        _fail_at(_first_difference(reports))
+        _verify_alone(arguments)
 
 
-def _verify_alone(arguments: argparse.Namespace, folder: Path) -> list[ShardReport]:
-    """One process that stands for all ranks, or that only plans."""
+def _plan(arguments: argparse.Namespace) -> None:
+    """The plan alone, from config.json."""
     from paceline.worker.verification import ShardVerifier
 
-    if arguments.device != "cpu":
-        raise InputError("--device cuda needs a process for each rank; start it with --tp N, one number")
-    numbers = parse_tp_range(arguments.tp or (PLANNED_TP if arguments.config_only else "1"))
-    try:
+    numbers = parse_tp_range(arguments.tp or PLANNED_TP)
+    folder = resolve_checkpoint(arguments.model, weights=False)
+    with _input_errors():
+        verifier = ShardVerifier(folder, arguments.dtype)
+        reports = [verifier.plan(tp) for tp in numbers]
+    _show(arguments, folder, reports)
+
+
+def _verify_alone(arguments: argparse.Namespace) -> None:
+    """One process that stands for all ranks."""
+    from paceline.worker.verification import ShardVerifier
+
+    numbers = parse_tp_range(arguments.tp or "1")
+    folder = resolve_checkpoint(arguments.model)
+    with _input_errors():
         verifier = ShardVerifier(folder, arguments.dtype, forward=not arguments.no_forward)
-        return [verifier.plan(tp) if arguments.config_only else verifier.simulate(tp) for tp in numbers]
-    except ValueError as error:
-        raise InputError(str(error)) from error
+        reports = [verifier.simulate(tp) for tp in numbers]
+    _show(arguments, folder, reports)
+    _fail_at(_first_difference(reports))
 
 
 def _verify_as_rank(arguments: argparse.Namespace) -> None:
-    """One of several processes, each a rank."""
+    """A process that is one rank, perhaps the only one."""
     from paceline.worker.ranks import RankGroup
     from paceline.worker.verification import ShardVerifier
 
-    size = int(os.environ["WORLD_SIZE"])
-    (tp,) = parse_tp_range(arguments.tp or str(size))
-    ranks = RankGroup(EngineConfig(model="", tensor_parallel_size=tp, device=arguments.device))
+    numbers = parse_tp_range(arguments.tp or os.environ.get("WORLD_SIZE", "1"))
+    if len(numbers) != 1:
+        raise InputError(
+            f"--tp {arguments.tp} tries several numbers of ranks in one process on the CPU; "
+            "where each rank is a process of its own, or on GPUs, give one number"
+        )
+    ranks = RankGroup(EngineConfig(model="", tensor_parallel_size=numbers[0], device=arguments.device))
     name = ""
     with ranks.together():
         if ranks.rank == 0:
@@ -98,6 +114,15 @@ def _verify_as_rank(arguments: argparse.Namespace) -> None:
     difference = ranks.exchange(difference)[0]
     ranks.close()
     _fail_at(difference)
+
+
+@contextmanager
+def _input_errors() -> Iterator[None]:
+    """Faults of a config or a checkpoint are the input's; among ranks `RankGroup.together` sees to that."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def _first_difference(reports: Sequence[ShardReport]) -> str:

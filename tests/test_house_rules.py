@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,7 @@ MAY_IMPORT = {
 WORKER_MAY_KNOW = {"messages", "config", "errors", "channel", "wire"}
 """Of the coordinator: what passes between the two, not how it decides."""
 
-COORDINATOR_LIBRARIES = {"msgpack", "xxhash", "zmq"}
+COORDINATOR_LIBRARIES = {"msgpack", "xxhash"}
 PICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
 PICKLING_CALLS = {
     *("send_pyobj", "recv_pyobj", "send_object_list", "recv_object_list"),
@@ -113,6 +114,12 @@ def test_importing_the_coordinator_loads_no_framework() -> None:
 def test_importing_paceline_loads_no_framework() -> None:
     code = "import sys, paceline; paceline.SamplingParams; dir(paceline); print({'torch', 'numpy'} & set(sys.modules))"
     assert run_python(code) == "set()\n"
+
+
+def test_every_dependency_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]}
+    assert names - {name.split(".")[0] for path in CODE for name in imports(path)} == set()
 
 
 def test_nothing_is_pickled() -> None:

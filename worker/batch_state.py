@@ -7,14 +7,14 @@ need nothing from the host but which slots run. The host keeps counts alone (nev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from paceline.coordinator.messages import Admission, RowSampling, StepPlan, StepRows
 from paceline.kernels.prepare_inputs import prepare_inputs
 from paceline.model.context import KVCache, StepContext
-from paceline.worker.upload import upload_ints
+from paceline.worker.upload import float_bits, upload_ints
 
 GREEDY = RowSampling(temperature=0.0, seed=0)
 
@@ -35,6 +35,8 @@ class DeviceRows:
     logits_rows: torch.Tensor
     """[S] int64: the last token of each of them."""
     sampled_slot_list: tuple[int, ...]
+    sampling: tuple[RowSampling, ...]
+    """The rules of each of them."""
     num_tokens: int
     num_decode_rows: int
     max_query_len: int
@@ -49,15 +51,18 @@ class BatchState:
         max_blocks = -(-max_model_len // block_size)
         self.token_table = torch.zeros(num_slots, max_model_len, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)
-        self.computed_lens = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self.known_lens = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self.temperature = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        # One value a slot. The columns of a type lie in one tensor, so that an admission fills them all at once.
+        self._ints = torch.zeros(4, num_slots, dtype=torch.int32, device=device)
+        self.computed_lens, self.known_lens, self.prompt_lens, self.top_k = self._ints.unbind()
+        self._floats = torch.zeros(6, num_slots, dtype=torch.float32, device=device)
+        self.temperature, self.top_p, self.min_p = self._floats[:3].unbind()
+        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self._floats[3:].unbind()
         self.seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
         # Host mirrors: counts are known without asking the device.
         self.host_computed = [0] * num_slots
         self.host_known = [0] * num_slots
         self.host_blocks = [0] * num_slots
-        self.prompt_lens = [0] * num_slots
+        self.host_prompt = [0] * num_slots
         self.sampling: list[RowSampling] = [GREEDY] * num_slots
         self._rows: DeviceRows | None = None
 
@@ -69,6 +74,9 @@ class BatchState:
             self._append_blocks(plan.block_appends)
         if plan.rows is not None:
             self._rows = self._upload_rows(plan.rows)
+        elif plan.admissions and self._rows is not None:
+            # The rows are the same, the requests in their slots are not.
+            self._rows = replace(self._rows, sampling=self._rules_of(self._rows.sampled_slot_list))
         if self._rows is None:
             raise ValueError(f"step {plan.step} repeats the rows of a previous step, but there was none")
         return self._rows
@@ -76,17 +84,33 @@ class BatchState:
     def _admit(self, admission: Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
         known, blocks = len(admission.token_ids), len(admission.block_ids)
-        tokens, block_ids = upload_ints([admission.token_ids, admission.block_ids], self.device)
+        tokens, block_ids, ints, floats = upload_ints(
+            [
+                admission.token_ids,
+                admission.block_ids,
+                (admission.num_computed, known, admission.prompt_len, sampling.top_k),
+                float_bits(
+                    (
+                        sampling.temperature,
+                        sampling.top_p,
+                        sampling.min_p,
+                        sampling.repetition_penalty,
+                        sampling.presence_penalty,
+                        sampling.frequency_penalty,
+                    )
+                ),
+            ],
+            self.device,
+        )
         self.token_table[slot, :known] = tokens
         self.block_tables[slot, :blocks] = block_ids
-        self.computed_lens[slot] = admission.num_computed
-        self.known_lens[slot] = known
-        self.temperature[slot] = sampling.temperature
+        self._ints[:, slot] = ints
+        self._floats[:, slot] = floats.view(torch.float32)
         self.seeds[slot] = sampling.seed
         self.host_computed[slot] = admission.num_computed
         self.host_known[slot] = known
         self.host_blocks[slot] = blocks
-        self.prompt_lens[slot] = admission.prompt_len
+        self.host_prompt[slot] = admission.prompt_len
         self.sampling[slot] = sampling
 
     def _append_blocks(self, appends: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -101,6 +125,9 @@ class BatchState:
             self.host_blocks[slot] = first + len(block_ids)
         slot_index, column_index, ids = upload_ints([slots, columns, values], self.device)
         self.block_tables.index_put_((slot_index.long(), column_index.long()), ids)
+
+    def _rules_of(self, slots: Sequence[int]) -> tuple[RowSampling, ...]:
+        return tuple(self.sampling[slot] for slot in slots)
 
     def _upload_rows(self, rows: StepRows) -> DeviceRows:
         starts = [0]
@@ -125,6 +152,7 @@ class BatchState:
             sampled_slots=sampled.long(),
             logits_rows=logits_rows.long(),
             sampled_slot_list=tuple(sampled_slots),
+            sampling=self._rules_of(sampled_slots),
             num_tokens=starts[-1],
             num_decode_rows=decode_rows,
             max_query_len=max(rows.counts),

@@ -4,7 +4,8 @@ Every choice is one formula, argmax over the vocabulary of logit + temperature *
 argmax), computed on each rank's shard and joined by one maximum over ranks. The noise is a function of (request seed,
 position, token id) alone, so a seeded request gives the same tokens in any batch, at any number of ranks, and after
 preemption. Rows that ask for more (penalties, bias, filters, log-probabilities) are brought into that form first,
-each transformation touching only the rows that ask for it.
+each transformation touching only the rows that ask for it. Which rows ask for what is uploaded once for as long as the
+rows stay the same, and no step waits for the device.
 
 Order: repetition penalty, frequency and presence penalties, logit bias, ids held back by min_tokens, then temperature
 with top-k, top-p and min-p.
@@ -12,7 +13,7 @@ with top-k, top-p and min-p.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from paceline.kernels.top_k_top_p import filter_logits
 from paceline.model.communicator import Communicator
 from paceline.model.shard_plan import Span
 from paceline.worker.batch_state import BatchState, DeviceRows
+from paceline.worker.upload import float_bits, upload_ints
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,45 @@ class SampledLogprobs:
     """[n, k] float32."""
 
 
+@dataclass(frozen=True)
+class _Group:
+    """The sampling rows that ask for one thing."""
+
+    rows: list[int]
+    """Indices among the sampling rows."""
+    index: torch.Tensor
+    """The same on the device, [n] int64."""
+    slots: torch.Tensor
+    """[n] int64."""
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Single logits of this rank's shard, and a value for each."""
+
+    rows: torch.Tensor
+    """[n] int64, indices among the sampling rows."""
+    columns: torch.Tensor
+    """[n] int64."""
+    values: torch.Tensor
+    """[n]."""
+
+
+@dataclass(frozen=True)
+class _RuledRows:
+    """Which of a step's sampling rows ask for what; kept while the rows stay the same."""
+
+    penalised: _Group
+    biases: _Entries
+    """float32 values to add."""
+    held_back: _Entries
+    """Stop ids that are not chosen while a row knows fewer tokens than the int32 value."""
+    filtered: _Group
+    reported: _Group
+    most_logprobs: int
+    """How many top log-probabilities the reported rows need."""
+
+
 class Sampler:
     """Samples for one rank, whose logits cover global ids vocab.start on; columns past vocab.length are padding."""
 
@@ -47,127 +88,182 @@ class Sampler:
         self._communicator = communicator
         self._vocab = vocab
         self._vocab_size = vocab_size
+        self._rows: DeviceRows | None = None
+        self._ruled: _RuledRows | None = None
 
-    def sample(self, logits: torch.Tensor, rows: DeviceRows) -> tuple[torch.Tensor, SampledLogprobs | None]:
-        """Token ids [S] int64, equal on every rank, of local logits [S, padded shard width] of any float type."""
-        slots = rows.sampled_slot_list
-        settings = [self._state.sampling[slot] for slot in slots]
+    def sample(
+        self, logits: torch.Tensor, rows: DeviceRows, *, report: bool = True
+    ) -> tuple[torch.Tensor, SampledLogprobs | None]:
+        """Token ids [S] int64, equal on every rank, of local logits [S, padded shard width] of any float type.
+
+        With report come the log-probabilities of the rows that ask for them, None where no row does. Ranks may differ
+        in report: the collectives are the same.
+        """
+        ruled = self._ruled_rows(rows)
         model_logits = None
-        wanted = _rows_where(settings, lambda s: s.logprobs >= 0)
-        if wanted:
-            model_logits = self._gather(logits[wanted].float())
-        logits = self._adjust(logits, slots, settings)
-        logits = self._filter(logits, slots, settings)
+        if ruled.reported.rows:
+            gathered = self._gather(logits.index_select(0, ruled.reported.index).float())
+            model_logits = gathered if report else None
+        known_lens = self._state.known_lens[rows.sampled_slots]
+        logits = self._adjust(logits, rows, ruled, known_lens)
+        logits = self._filter(logits, ruled.filtered)
         keys = gumbel_argmax(
             logits,
             self._state.temperature[rows.sampled_slots],
             self._state.seeds[rows.sampled_slots],
-            self._state.known_lens[rows.sampled_slots],
+            known_lens,
             self._vocab.start,
             self._vocab.length,
         )
         token_ids = token_ids_of(self._communicator.all_reduce_max(keys))
         if model_logits is None:
             return token_ids, None
-        return token_ids, _logprobs(model_logits, token_ids, wanted, max(settings[row].logprobs for row in wanted))
+        return token_ids, _logprobs(model_logits, token_ids, ruled.reported, ruled.most_logprobs)
 
-    def _adjust(self, logits: torch.Tensor, slots: tuple[int, ...], settings: list[RowSampling]) -> torch.Tensor:
-        """Apply penalties, bias and held-back ids to the rows that have them."""
-        penalised = _rows_where(settings, _has_penalty)
-        biased = _rows_where(settings, lambda s: bool(s.logit_bias))
-        held_back = [
-            row
-            for row, (slot, s) in enumerate(zip(slots, settings, strict=True))
-            if self._state.host_known[slot] - self._state.prompt_lens[slot] < s.min_tokens and s.stop_ids
+    def _ruled_rows(self, rows: DeviceRows) -> _RuledRows:
+        if self._ruled is None or self._rows is not rows:
+            self._rows, self._ruled = rows, self._upload_rules(rows)
+        return self._ruled
+
+    def _upload_rules(self, rows: DeviceRows) -> _RuledRows:
+        """Find out what each row asks for, and send it to the device in one transfer."""
+        rules = rows.sampling
+        groups = [
+            _rows_where(rules, _has_penalty),
+            _rows_where(rules, _has_filter),
+            _rows_where(rules, lambda s: s.logprobs >= 0),
         ]
-        if not (penalised or biased or held_back):
+        biases = [
+            (row, column, rule.logit_bias[i][1])
+            for row, rule in enumerate(rules)
+            for i, column in self._local_columns([token for token, _ in rule.logit_bias])
+        ]
+        held_back = [
+            (row, column, until)
+            for row, (slot, rule) in enumerate(zip(rows.sampled_slot_list, rules, strict=True))
+            if self._state.host_known[slot] < (until := self._held_until(slot, rule))
+            for _, column in self._local_columns(rule.stop_ids)
+        ]
+        *indices, bias_rows, bias_columns, bias_bits, held_rows, held_columns, held_until = upload_ints(
+            [
+                *groups,
+                [row for row, _, _ in biases],
+                [column for _, column, _ in biases],
+                float_bits([value for _, _, value in biases]),
+                [row for row, _, _ in held_back],
+                [column for _, column, _ in held_back],
+                [until for _, _, until in held_back],
+            ],
+            self._state.device,
+        )
+        penalised, filtered, reported = (
+            _Group(group, index.long(), rows.sampled_slots[index.long()])
+            for group, index in zip(groups, indices, strict=True)
+        )
+        return _RuledRows(
+            penalised=penalised,
+            biases=_Entries(bias_rows.long(), bias_columns.long(), bias_bits.view(torch.float32)),
+            held_back=_Entries(held_rows.long(), held_columns.long(), held_until),
+            filtered=filtered,
+            reported=reported,
+            most_logprobs=max((rule.logprobs for rule in rules), default=0),
+        )
+
+    def _held_until(self, slot: int, rule: RowSampling) -> int:
+        """How many tokens the slot must know before its stop ids may be chosen; no answer outgrows the token table."""
+        return min(self._state.host_prompt[slot] + rule.min_tokens, self._state.token_table.shape[1])
+
+    def _local_columns(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """(index among token_ids, column of this shard) of the ids that lie in it."""
+        columns = ((i, token - self._vocab.start) for i, token in enumerate(token_ids))
+        return [(i, column) for i, column in columns if 0 <= column < self._vocab.length]
+
+    def _adjust(
+        self, logits: torch.Tensor, rows: DeviceRows, ruled: _RuledRows, known_lens: torch.Tensor
+    ) -> torch.Tensor:
+        """Apply penalties, bias and held-back ids to the rows that have them; known_lens [S] is the sampling rows'."""
+        penalised, biases, held_back = ruled.penalised, ruled.biases, ruled.held_back
+        if not (penalised.rows or biases.rows.numel() or held_back.rows.numel()):
             return logits
         logits = logits.float()
-        if penalised:
-            logits[penalised] = self._penalise(
-                logits[penalised], [slots[row] for row in penalised], [settings[row] for row in penalised]
-            )
-        for row in biased:
-            ids, values = zip(*settings[row].logit_bias, strict=True)
-            columns, kept = self._local_columns(ids)
-            logits[row, columns] += torch.tensor([values[i] for i in kept], device=logits.device)
-        for row in held_back:
-            columns, _ = self._local_columns(settings[row].stop_ids)
-            logits[row, columns] = float("-inf")
+        if penalised.rows:
+            longest = max(self._state.host_known[rows.sampled_slot_list[row]] for row in penalised.rows)
+            chosen = self._penalise(logits.index_select(0, penalised.index), penalised.slots, longest)
+            logits.index_copy_(0, penalised.index, chosen)
+        if biases.rows.numel():
+            logits[biases.rows, biases.columns] += biases.values
+        if held_back.rows.numel():
+            # Filled by a mask: a number assigned by index would be copied to the device, which waits for it.
+            held = known_lens[held_back.rows] < held_back.values
+            kept = logits[held_back.rows, held_back.columns].masked_fill_(held, float("-inf"))
+            logits[held_back.rows, held_back.columns] = kept
         return logits
 
-    def _penalise(self, logits: torch.Tensor, slots: list[int], settings: list[RowSampling]) -> torch.Tensor:
-        """Penalties of logits [n, W] from each slot's tokens so far, counted afresh from the token table.
+    def _penalise(self, logits: torch.Tensor, slots: torch.Tensor, longest: int) -> torch.Tensor:
+        """Penalties of logits [n, W] from each slot's tokens so far, of which none has more than longest.
 
-        No count is kept between steps, so preemption and prefix hits cannot make one stale.
+        They are counted afresh from the token table: no count is kept between steps, so preemption and prefix hits
+        cannot make one stale.
         """
-        device = logits.device
-        known = [self._state.host_known[slot] for slot in slots]
-        prompt = [self._state.prompt_lens[slot] for slot in slots]
-        tokens = self._state.token_table[slots, : max(known)].long()
-        place = torch.arange(tokens.shape[1], device=device)
-        in_history = place < torch.tensor(known, device=device)[:, None]
-        in_output = in_history & (place >= torch.tensor(prompt, device=device)[:, None])
+        state, device = self._state, logits.device
+        tokens = state.token_table[:, :longest].index_select(0, slots).long()
+        place = torch.arange(longest, device=device)
+        in_history = place < state.known_lens[slots][:, None]
+        in_output = in_history & (place >= state.prompt_lens[slots][:, None])
         columns = tokens - self._vocab.start
         dump = logits.shape[1]  # one more column takes what lies outside this shard or past the history
         local = (columns >= 0) & (columns < self._vocab.length)
 
         def count(mask: torch.Tensor) -> torch.Tensor:
-            index = torch.where(mask & local, columns, dump)
+            index = columns.masked_fill(~(mask & local), dump)
             zeros = torch.zeros(logits.shape[0], dump + 1, device=device)
             return zeros.scatter_add_(1, index, torch.ones_like(index, dtype=torch.float32))[:, :dump]
 
-        def column(name: str) -> torch.Tensor:
-            return torch.tensor([getattr(s, name) for s in settings], dtype=torch.float32, device=device)[:, None]
-
-        repetition = column("repetition_penalty")
+        repetition = state.repetition_penalty[slots][:, None]
+        frequency = state.frequency_penalty[slots][:, None]
+        presence = state.presence_penalty[slots][:, None]
         seen = count(in_history) > 0
         logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
         output_counts = count(in_output)
-        return logits - column("frequency_penalty") * output_counts - column("presence_penalty") * (output_counts > 0)
+        return logits - frequency * output_counts - presence * (output_counts > 0)
 
-    def _filter(self, logits: torch.Tensor, slots: tuple[int, ...], settings: list[RowSampling]) -> torch.Tensor:
+    def _filter(self, logits: torch.Tensor, filtered: _Group) -> torch.Tensor:
         """Apply top-k, top-p and min-p to the rows that have them; they need the whole vocabulary on each rank."""
-        filtered = _rows_where(
-            settings, lambda s: s.temperature > 0 and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
-        )
-        if not filtered:
+        if not filtered.rows:
             return logits
-        chosen = [settings[row] for row in filtered]
-        device, width = logits.device, logits.shape[1]
+        state, slots = self._state, filtered.slots
         whole = filter_logits(
-            self._gather(logits[filtered].float()),
-            self._state.temperature[[slots[row] for row in filtered]],
-            torch.tensor([s.top_k for s in chosen], dtype=torch.int32, device=device),
-            torch.tensor([s.top_p for s in chosen], device=device),
-            torch.tensor([s.min_p for s in chosen], device=device),
+            self._gather(logits.index_select(0, filtered.index).float()),
+            state.temperature[slots],
+            state.top_k[slots],
+            state.top_p[slots],
+            state.min_p[slots],
         )
         mine = whole[:, self._vocab.start : self._vocab.start + self._vocab.length]
-        logits = logits.float()
-        logits[filtered] = torch.nn.functional.pad(mine, (0, width - mine.shape[1]), value=float("-inf"))
-        return logits
+        padding = logits.shape[1] - mine.shape[1]
+        mine = torch.nn.functional.pad(mine, (0, padding), value=float("-inf"))
+        return logits.float().index_copy_(0, filtered.index, mine)
 
     def _gather(self, logits: torch.Tensor) -> torch.Tensor:
         """The whole vocabulary's logits [n, vocab_size] of local ones [n, W]; every rank's shard starts at rank * W."""
         return self._communicator.all_gather(logits)[:, : self._vocab_size]
 
-    def _local_columns(self, token_ids: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        """This shard's columns of the ids that lie in it, and their indices among token_ids."""
-        kept = [i for i, token in enumerate(token_ids) if 0 <= token - self._vocab.start < self._vocab.length]
-        return [token_ids[i] - self._vocab.start for i in kept], kept
+
+def _rows_where(rules: Sequence[RowSampling], condition: Callable[[RowSampling], bool]) -> list[int]:
+    return [row for row, rule in enumerate(rules) if condition(rule)]
 
 
-def _rows_where(settings: list[RowSampling], condition: Callable[[RowSampling], bool]) -> list[int]:
-    return [row for row, setting in enumerate(settings) if condition(setting)]
+def _has_penalty(rule: RowSampling) -> bool:
+    return rule.repetition_penalty != 1.0 or rule.presence_penalty != 0.0 or rule.frequency_penalty != 0.0
 
 
-def _has_penalty(setting: RowSampling) -> bool:
-    return setting.repetition_penalty != 1.0 or setting.presence_penalty != 0.0 or setting.frequency_penalty != 0.0
+def _has_filter(rule: RowSampling) -> bool:
+    return rule.temperature > 0 and (rule.top_k > 0 or rule.top_p < 1.0 or rule.min_p > 0.0)
 
 
-def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor, rows: list[int], top: int) -> SampledLogprobs:
-    """Log-probabilities from whole-vocabulary logits [n, V] of the sampling rows `rows`."""
+def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor, reported: _Group, top: int) -> SampledLogprobs:
+    """Log-probabilities of the reported rows from their whole-vocabulary logits [n, V]."""
     logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = logprobs.gather(1, token_ids[rows][:, None])[:, 0]
-    values, ids = logprobs.topk(top, dim=-1)
-    return SampledLogprobs(rows, chosen, ids, values)
+    chosen = logprobs.gather(1, token_ids[reported.index][:, None])[:, 0]
+    values, ids = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
+    return SampledLogprobs(reported.rows, chosen, ids, values)

@@ -1,4 +1,4 @@
-"""Moving small integer lists of a step plan to the device without waiting for it."""
+"""Moving small lists of a step plan to the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def upload_ints(sequences: Sequence[Sequence[int]], device: torch.device) -> lis
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
     return list(packed.split([len(sequence) for sequence in sequences]))
+
+
+def float_bits(values: Sequence[float]) -> array[int]:
+    """Float32 values as integers of the same bits, for upload_ints; on the device, view the tensor as float32."""
+    return array("i", array("f", values).tobytes())

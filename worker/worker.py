@@ -8,21 +8,36 @@ from pathlib import Path
 import torch
 
 from paceline.coordinator.config import EngineConfig
-from paceline.coordinator.errors import EngineError
-from paceline.coordinator.messages import Admission, Limits, StepPlan, StepRows
+from paceline.coordinator.errors import EngineError, InputError
+from paceline.coordinator.messages import Admission, Limits, RowSampling, StepPlan, StepRows
 from paceline.model.config import ModelConfig
 from paceline.model.context import KVCache
 from paceline.model.rope import check_max_model_len
 from paceline.model.shard_plan import ShardPlan
 from paceline.model.shard_reader import StopFlag
 from paceline.model.weights import load_model
-from paceline.worker.batch_state import GREEDY, BatchState
+from paceline.worker.batch_state import GREEDY, BatchState, DeviceRows
 from paceline.worker.memory import size_cache
 from paceline.worker.pending import PendingResult
 from paceline.worker.ranks import RankGroup
-from paceline.worker.sampler import Sampler
+from paceline.worker.sampler import SampledLogprobs, Sampler
 
-CPU_WARM_UP_TOKENS = 16
+CPU_WARM_UP_TOKENS = 4
+EVERY_RULE = RowSampling(
+    temperature=1.0,
+    seed=0,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias=((0, 1.0),),
+    min_tokens=1,
+    stop_ids=(0,),
+    logprobs=20,
+)
+"""Rules that send a row through all that a sampler does."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,8 @@ class Worker:
         # The cache is as large as the poorest rank can hold, the same on all.
         num_blocks = min(int(blocks) for blocks in ranks.exchange(str(num_blocks)))
         self.limits = Limits(self.model_config.vocab_size, self._max_model_len, num_blocks)
-        self._kv_caches = self._make_caches(num_blocks)
+        with ranks.together():
+            self._kv_caches = self._make_caches(num_blocks)
 
     def _read_config(self) -> None:
         self.model_config = ModelConfig.from_folder(Path(self._config.model))
@@ -74,9 +90,15 @@ class Worker:
             max_model_len=self._max_model_len,
             stop=stop,
         )
-        self.state = BatchState(
-            self._config.max_num_seqs, self._max_model_len, self._config.block_size, self._ranks.device
-        )
+        try:
+            self.state = BatchState(
+                self._config.max_num_seqs, self._max_model_len, self._config.block_size, self._ranks.device
+            )
+        except RuntimeError as error:
+            raise InputError(
+                f"tables for {self._config.max_num_seqs} requests of {self._max_model_len} tokens do not fit in "
+                "memory; lower --max-num-seqs or --max-model-len"
+            ) from error
         self._sampler = Sampler(self.state, self._ranks.communicator, self._model.vocab, self.model_config.vocab_size)
 
     def _block_shape(self) -> tuple[int, int, int]:
@@ -87,13 +109,18 @@ class Worker:
         """Memory as it comes: attention reads nothing that was not stored, and untouched pages cost a CPU nothing."""
         shape = (num_blocks, *self._block_shape())
         options = {"dtype": self._dtype, "device": self._ranks.device}
-        return [
-            (torch.empty(shape, **options), torch.empty(shape, **options))
-            for _ in range(self.model_config.num_hidden_layers)
-        ]
+        try:
+            return [
+                (torch.empty(shape, **options), torch.empty(shape, **options))
+                for _ in range(self.model_config.num_hidden_layers)
+            ]
+        except RuntimeError as error:  # torch says so of memory, on the CPU and on a GPU, and of sizes past 64 bits
+            raise InputError(f"a cache of {num_blocks} blocks does not fit in memory; lower --num-blocks") from error
 
     def _warm_up(self) -> int:
-        """Run the largest prefill and the largest decode; returns the bytes that weights and workspace took.
+        """Run the largest prefill, and the largest decode of rows that ask the sampler for everything.
+
+        Returns the bytes that weights and workspace took.
 
         The steps go the way of any other, over a cache of one block that is thrown away. On a GPU this compiles the
         kernels; on the CPU, where memory is not the limit, small steps do.
@@ -106,12 +133,15 @@ class Worker:
         query_len = min(tokens, self._max_model_len - 1)  # the sampled token needs a place too
         prompts = min(tokens // query_len, self._config.max_num_seqs)
         decodes = min(tokens, self._config.max_num_seqs)
-        for rows, count in ((prompts, query_len), (decodes, 1)):
+        for rows, count, sampling in ((prompts, query_len, GREEDY), (decodes, 1, EVERY_RULE)):
             blocks = [0] * -(-count // self._config.block_size)
             slots = range(rows)
-            admissions = [Admission(slot, [0] * count, count, 0, blocks, GREEDY) for slot in slots]
+            admissions = [Admission(slot, [0] * count, count, 0, blocks, sampling) for slot in slots]
             plan = StepPlan(step=-1, admissions=admissions, rows=StepRows(slots, [count] * rows, [True] * rows))
-            self.execute(plan).result()
+            if self._ranks.rank == 0:
+                self.execute(plan).result()
+            else:
+                self.follow(plan)
         if not on_gpu:
             return sum(parameter.nbytes for parameter in self._model.parameters())
         peak = torch.cuda.max_memory_allocated(self._ranks.device)
@@ -126,7 +156,18 @@ class Worker:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingResult:
-        """Start one step; on a GPU this returns while it runs."""
+        """Start one step on the rank that reads its result; on a GPU this returns while it runs."""
+        rows, token_ids, logprobs = self._run(plan, report=True)
+        asked = [rule.logprobs for rule in rows.sampling]
+        return PendingResult(plan.step, token_ids, logprobs, asked, self._copy_stream)
+
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan) -> None:
+        """Start the same step on any other rank, where nothing of its result is brought to the host."""
+        self._run(plan, report=False)
+
+    def _run(self, plan: StepPlan, report: bool) -> tuple[DeviceRows, torch.Tensor, SampledLogprobs | None]:
+        """The rows, the token ids [S] sampled for them, and with report the log-probabilities that they ask for."""
         rows = self.state.apply(plan)
         input_ids, context = self.state.inputs(rows, self._kv_caches)
         if self._config.check_lockstep:
@@ -135,10 +176,10 @@ class Worker:
         if not rows.sampled_slot_list:
             token_ids, logprobs = input_ids[:0], None
         else:
-            token_ids, logprobs = self._sampler.sample(self._model.compute_logits(hidden, context), rows)
-        asked = [self.state.sampling[slot].logprobs for slot in rows.sampled_slot_list]
+            logits = self._model.compute_logits(hidden, context)
+            token_ids, logprobs = self._sampler.sample(logits, rows, report=report)
         self.state.advance(rows, token_ids)
-        return PendingResult(plan.step, token_ids, logprobs, asked, self._copy_stream)
+        return rows, token_ids, logprobs
 
     def _check_lockstep(self, mine: _Lockstep) -> None:
         """Raise EngineError where another rank runs another step than this one (a debugging aid; it synchronises)."""

@@ -100,6 +100,17 @@ def test_nothing_to_filter_keeps_every_bit(
     assert torch.equal(run(logits, *settings(device, setting)).view(torch.int32), bits)
 
 
+@BOTH
+def test_rows_of_a_wider_tensor(run: Filter, device: torch.device) -> None:
+    """A gathered vocabulary ends before its padding does: the rows lie further apart than they are wide."""
+    wide = torch.randn(len(MIXED), 107, device=device) * 3
+    before = wide.clone()
+    expected = filter_logits_reference(before[:, :100].cpu().contiguous(), *settings(torch.device("cpu"), *MIXED))
+    run(wide[:, :100], *settings(device, *MIXED))
+    assert torch.equal(wide[:, :100].cpu(), expected)
+    assert torch.equal(wide[:, 100:], before[:, 100:])
+
+
 @pytest.mark.gpu
 def test_large() -> None:
     logits = torch.randn(8 * len(MIXED), 151936, device="cuda") * 3

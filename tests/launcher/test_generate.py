@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import json
+import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +100,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "longer than the model": (["--max-model-len", "9000", "hi"], "8192"),
     "block size": (["--block-size", "12", "hi"], "power of two"),
     "policy": (["--policy", "mine", "hi"], "prompts-first"),
+    "more blocks than memory": (["--num-blocks", "10000000000", "hi"], "lower --num-blocks"),
+    "more slots than memory": (["--max-num-seqs", "100000000000", "hi"], "lower --max-num-seqs"),
     "bias out of the vocabulary": (["--logit-bias", "49152:1", "hi"], "logit_bias names token 49152"),
     "stream and json": (["--stream", "--json", "hi"], "not allowed with"),
 }
@@ -146,13 +152,22 @@ def test_stop_texts_end_the_answer_and_are_cut(llm: LLM) -> None:
     choice = output.outputs[0]
     assert (choice.text, choice.finish_reason, choice.stop_reason) == ("The capital of ", "stop", "France is")
     assert choice.token_ids == [504, 3575, 282, 4649, 314]
-    assert llm.engine.coordinator.stats().running == 0
+    assert choice.timings is not None
+    assert busy(llm) == (0, 0, 0)
 
 
-def test_a_stop_token_ends_the_answer(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[4649])
+def test_stop_texts_wait_for_min_tokens(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, stop=" is", min_tokens=5)
+    choice = llm.chat([{"role": "user", "content": FRANCE}], params)[0].outputs[0]
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (PARIS, "stop", None)
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "The capital of"), (True, "The capital of France")])
+def test_a_stop_token_ends_the_answer(llm: LLM, include: bool, text: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[4649], include_stop_str_in_output=include)
     choice = llm.chat([{"role": "user", "content": FRANCE}], params)[0].outputs[0]
     assert (choice.token_ids, choice.finish_reason, choice.stop_reason) == ([504, 3575, 282, 4649], "stop", 4649)
+    assert choice.text == text
 
 
 def test_results_carry_timings_and_prompt(llm: LLM) -> None:
@@ -186,11 +201,21 @@ def test_streams_and_batches_take_turns(llm: LLM) -> None:
 
 
 def test_leaving_a_stream_aborts_the_rest(llm: LLM) -> None:
-    for chunk in llm.stream([[1, 2], [3, 4]], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)):
+    params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+    with contextlib.closing(llm.stream([[1, 2], [3, 4]], params)) as stream:
+        assert next(stream).token_ids
+    assert busy(llm) == (0, 0, 0)
+    for chunk in llm.stream([[1, 2], [3, 4]], params):
         assert chunk.token_ids
         break
+    llm.generate([5, 6], SamplingParams(max_tokens=1))
+    assert busy(llm) == (0, 0, 0), "a stream that nobody reads any more ends with the next step"
+
+
+def busy(llm: LLM) -> tuple[int, int, int]:
+    """Running requests, waiting ones, blocks in use."""
     stats = llm.engine.coordinator.stats()
-    assert (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
+    return stats.running, stats.waiting, stats.blocks.used
 
 
 def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
@@ -199,17 +224,28 @@ def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5]
     with pytest.raises(InputError, match="2 sampling parameters were given for 1 prompts"):
         llm.generate("a", params)
+    with pytest.raises(InputError, match="0 sampling parameters were given for 1 prompts"):
+        llm.generate("a", [])
 
 
 def test_no_prompts_give_no_results(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
-def test_a_closed_engine_says_so(tiny: Callable[..., Any]) -> None:
+def test_a_closed_engine_says_so_and_lets_go(tiny: Callable[..., Any]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     with LLM(str(tiny("llama").folder), device="cpu") as engine:
-        pass
+        stream = engine.stream([1, 2])
+        next(stream)
     with pytest.raises(EngineError, match="closed"):
         engine.generate([1, 2])
+    with pytest.raises(EngineError, match="closed"):
+        next(stream)
+    assert signal.getsignal(signal.SIGTERM) == before
+    remains = weakref.ref(engine.engine)
+    del engine, stream
+    gc.collect()
+    assert remains() is None, "nothing of a closed engine, its model's memory least of all, may be kept"
 
 
 def test_unknown_settings_are_named() -> None:

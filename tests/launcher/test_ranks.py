@@ -178,6 +178,27 @@ def test_an_error_on_one_rank_is_named_and_ends_all(run_ranks: RunRanks, tiny: C
     assert "rank 1 failed: RuntimeError: the tenth screw is loose" in result.stderr
 
 
+REPORT_EXIT = """
+    import atexit, os, sys
+    from paceline import LLM
+
+    status = 0
+    try:
+        with LLM(sys.argv[1], device="cpu", max_model_len=16) as llm:
+            llm.generate(list(range(20)))
+    except SystemExit as error:
+        status = error.code
+    except ValueError:
+        status = 2
+    os.write(1, f"{os.environ['RANK']}:{status}\\n".encode())
+"""
+
+
+def test_bad_input_found_on_rank_0_ends_every_rank_non_zero(run_ranks: RunRanks, tiny: Callable[..., Any]) -> None:
+    result = run_ranks(2, REPORT_EXIT, str(tiny("llama").folder))
+    assert sorted(result.stdout.split()) == ["0:2", "1:1"]
+
+
 ENDLESS = """
     import sys
     from paceline import LLM, SamplingParams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 
 from paceline.coordinator.errors import InputError
 from paceline.launcher.start import number_of_ranks, split_script, visible_gpus
+
+ROOT = Path(__file__).parents[2]
 
 Start = Callable[[str], subprocess.Popen[str]]
 
@@ -46,12 +49,40 @@ def start(tmp_path: Path) -> Start:
         (["generate", "hi"], 8),
         (["generate", "hi", "--device", "cpu"], 1),
         (["generate", "hi", "--tpx", "3"], 8),
-        (["serve", "--help"], 1),
+        (["generate"], 8),
+        (["generate", "--help"], 1),
+        (["--script", "decode.py"], 1),
+        (["--script", "decode.py", "--rounds", "3"], 1),
+        (["--script", "decode.py", "generate"], 1),
+        (["--script", "decode.py", "--tp", "4"], 4),
+        (["no-such-command"], 1),
         ([], 1),
     ],
 )
 def test_number_of_ranks(arguments: list[str], ranks: int) -> None:
     assert number_of_ranks(arguments, lambda: 8) == ranks
+
+
+def test_a_benchmark_with_arguments_runs_once_whatever_gpus_there_are(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\necho 'GPU 1: NVIDIA H200'\n")
+    tool.chmod(0o755)
+    script = tmp_path / "benchmark.py"
+    script.write_text("import os, sys; print(os.environ['WORLD_SIZE'], sys.argv[1:])")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "0,1"}
+    command = [sys.executable, "-m", "paceline.launcher.start", "--script", str(script), "--rounds", "3"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("1 ['--rounds', '3']\n", "")
+
+
+def test_the_usage_of_launch_sh_names_commands_that_there_are() -> None:
+    usage = subprocess.run([ROOT / "launch.sh", "--help"], capture_output=True, text=True, check=True).stdout
+    commands = set(re.findall(r"^  ([a-z]+) ", usage, re.MULTILINE)) - {"test", "bench", "setup"}
+    assert {"generate", "verify"} <= commands
+    for command in commands:
+        result = subprocess.run([sys.executable, "-m", "paceline.launcher", command, "--help"], capture_output=True)
+        assert result.returncode == 0, command
 
 
 def test_one_rank_without_a_gpu() -> None:

@@ -163,19 +163,21 @@ def test_a_fault_of_the_checkpoint_is_one_line(tiny: Callable[..., Any], tmp_pat
     assert result.stdout == ""
 
 
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "torch_dtype": "bfloat16",
+}
+
+
 def test_the_plan_needs_no_weights(tmp_path: Path) -> None:
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "torch_dtype": "bfloat16",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     found = report(verify(str(tmp_path), "--config-only", "--tp", "1,2", "--json"))
     assert found["verified"] is False
     one, two = found["results"]
@@ -187,6 +189,51 @@ def test_the_plan_needs_no_weights(tmp_path: Path) -> None:
     table = verify(str(tmp_path), "--config-only")
     assert table.returncode == 0
     assert [line.split()[0] for line in table.stdout.splitlines() if line.strip()][-4:] == ["1", "2", "4", "8"]
+
+
+def under_torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """verify on two ranks that torchrun starts itself."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return verify(*arguments, program=[*torchrun, "-m", "paceline.launcher"])
+
+
+def test_the_plan_under_torchrun_needs_no_weights_and_is_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    found = report(under_torchrun(str(tmp_path), "--config-only", "--tp", "1,4", "--json"))
+    assert [(result["tp"], result["kv_bytes_per_token"]) for result in found["results"]] == [(1, 147_456), (4, 36_864)]
+
+
+def test_several_numbers_under_torchrun_are_refused_in_one_line() -> None:
+    result = under_torchrun("no-such-model", "--tp", "1,2")
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("paceline:")]
+    assert "--tp 1,2 tries several numbers of ranks in one process" in line
+    assert "ValueError" not in result.stderr
+
+
+def test_several_numbers_on_gpus_are_refused() -> None:
+    result = verify("no-such-model", "--device", "cuda", "--tp", "1..2")
+    assert result.returncode == 2
+    assert "on GPUs, give one number" in result.stderr
+
+
+@pytest.mark.parametrize("tp", [[], ["--tp", "1"]])
+def test_one_rank_on_a_gpu(tp: list[str], script: Callable[[str], list[str]], tiny: Callable[..., Any]) -> None:
+    # Without a GPU the rank is given the CPU when it asks for one.
+    program = script(
+        """
+        import torch
+        import paceline.worker.ranks as ranks
+        from paceline.launcher.__main__ import main
+
+        if not torch.cuda.is_available():
+            choose = ranks.choose_device
+            ranks.choose_device = lambda wanted, rank, size: choose({"cuda": "cpu"}[wanted], rank, size)
+        main()
+        """
+    )
+    found = report(verify(str(tiny("llama").folder), "--device", "cuda", "--json", *tp, program=program))
+    assert found["verified"] is True
+    assert [result["tp"] for result in found["results"]] == [1]
 
 
 def test_a_picture_of_the_plan(tiny: Callable[..., Any], tmp_path: Path) -> None:
@@ -237,7 +284,8 @@ def test_numbers_that_name_no_ranks(text: str) -> None:
     ("arguments", "ranks"),
     [
         (["verify", "m", "--tp", "3"], 3),
-        (["verify", "m"], 8),
+        (["verify", "m"], 1),
+        (["verify", "m", "--device", "cuda"], 1),
         (["verify", "m", "--tp", "1..4"], 1),
         (["verify", "m", "--tp=1,2"], 1),
         (["verify", "m", "--tp", "4", "--config-only"], 1),

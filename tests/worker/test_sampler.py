@@ -20,6 +20,7 @@ from paceline.coordinator.messages import Admission, RowSampling, StepPlan, Step
 from paceline.model.communicator import Communicator, SingleRank, run_simulated_ranks
 from paceline.model.shard_plan import Span
 from paceline.worker.batch_state import BatchState
+from paceline.worker.pending import PendingResult
 from paceline.worker.sampler import SampledLogprobs, Sampler
 
 VOCAB = 259
@@ -35,23 +36,27 @@ def span_of(rank: int, size: int) -> Span:
     return Span(start, min(width, VOCAB - start), width, VOCAB)
 
 
-def sample_on(
-    comm: Communicator, logits: torch.Tensor, rows: Sequence[Row]
-) -> tuple[list[int], SampledLogprobs | None]:
-    """Sample once for the rows, with this rank's columns of the full logits [S, VOCAB]."""
-    state = BatchState(len(rows), 64, 16, CPU)
+def plan_of(rows: Sequence[Row]) -> StepPlan:
+    """A first step in which every row, in the slot of its index, samples after its last token."""
     admissions = [
         Admission(slot, list(tokens), prompt_len, len(tokens) - 1, [slot] * 4, sampling)
         for slot, (tokens, prompt_len, sampling) in enumerate(rows)
     ]
     slots = list(range(len(rows)))
-    plan = StepPlan(0, admissions=admissions, rows=StepRows(slots, [1] * len(rows), [True] * len(rows)))
-    device_rows = state.apply(plan)
+    return StepPlan(0, admissions=admissions, rows=StepRows(slots, [1] * len(rows), [True] * len(rows)))
+
+
+def sample_on(
+    comm: Communicator, logits: torch.Tensor, rows: Sequence[Row], *, report: bool = True
+) -> tuple[list[int], SampledLogprobs | None]:
+    """Sample once for the rows, with this rank's columns of the full logits [S, VOCAB]."""
+    state = BatchState(len(rows), 64, 16, CPU)
+    device_rows = state.apply(plan_of(rows))
     span = span_of(comm.rank, comm.size)
     # What stands in the padding must not matter: here it would win.
     local = torch.full((len(rows), span.padded), 6e4, dtype=logits.dtype)
     local[:, : span.length] = logits[:, span.start : span.start + span.length]
-    token_ids, logprobs = Sampler(state, comm, span, VOCAB).sample(local, device_rows)
+    token_ids, logprobs = Sampler(state, comm, span, VOCAB).sample(local, device_rows, report=report)
     return token_ids.tolist(), logprobs
 
 
@@ -223,3 +228,102 @@ def test_logprobs_are_the_models_own() -> None:
         top = reference[1].topk(3)
         assert logprobs.top_ids.tolist() == [top.indices.tolist()]
         torch.testing.assert_close(logprobs.top, top.values[None])
+
+
+def test_a_rank_that_does_not_report_joins_the_collectives_and_makes_no_logprobs(
+    mixed: tuple[torch.Tensor, list[Row]],
+) -> None:
+    logits, rows = mixed
+    alone = sample(logits, rows)
+
+    def body(comm: Communicator) -> tuple[list[int], SampledLogprobs | None]:
+        return sample_on(comm, logits, rows, report=comm.rank == 0)
+
+    (first, logprobs), *others = run_simulated_ranks(3, body)
+    assert first == alone
+    assert logprobs is not None
+    assert others == [(alone, None)] * 2
+
+
+def test_more_logprobs_than_tokens_are_all_tokens() -> None:
+    rows: list[Row] = [([1], 1, greedy(logprobs=20))]
+    state = BatchState(1, 64, 16, CPU)
+    device_rows = state.apply(plan_of(rows))
+    _, logprobs = Sampler(state, SingleRank(), Span(0, 7, 7, 7), 7).sample(torch.arange(7.0)[None], device_rows)
+    assert logprobs is not None
+    assert logprobs.top_ids.tolist() == [[6, 5, 4, 3, 2, 1, 0]]
+
+
+class Steps:
+    """One rank's batch state and sampler over several steps, in which tokens 3, 2 and 1 are the likeliest, in turn."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.state = BatchState(num_slots, 64, 16, CPU)
+        self._sampler = Sampler(self.state, SingleRank(), Span.whole(VOCAB), VOCAB)
+
+    def run(self, plan: StepPlan) -> list[int]:
+        rows = self.state.apply(plan)
+        logits = torch.zeros(len(rows.sampled_slot_list), VOCAB)
+        logits[:, 1:4] = torch.tensor([7.0, 8.0, 9.0])
+        token_ids, _ = self._sampler.sample(logits, rows)
+        self.state.advance(rows, token_ids)
+        return token_ids.tolist()
+
+
+def test_rules_that_depend_on_the_history_follow_it_while_the_rows_stay_the_same() -> None:
+    steps = Steps(3)
+    rows: list[Row] = [
+        ([9, 9], 2, greedy(min_tokens=2, stop_ids=(3, 2))),
+        ([9, 3], 1, greedy(min_tokens=2, stop_ids=(3,))),
+        ([9, 9], 2, greedy(presence_penalty=1.5)),
+    ]
+    chosen = [steps.run(plan_of(rows)), *(steps.run(StepPlan(step)) for step in range(1, 4))]
+    # The first holds back twice, the second once, the third likes no token that it has chosen.
+    assert chosen == [[1, 2, 3], [1, 3, 2], [3, 3, 3], [3, 3, 3]]
+
+
+def test_a_request_admitted_into_the_same_rows_brings_its_own_rules() -> None:
+    steps = Steps(2)
+    assert steps.run(plan_of([([9], 1, greedy(logit_bias=((5, 50.0),))), ([9], 1, greedy())])) == [5, 3]
+    biased = Admission(1, [9, 9], 2, 1, [0], greedy(logit_bias=((6, 50.0),)))
+    plain = Admission(0, [9, 9], 2, 1, [1], greedy())
+    assert steps.run(StepPlan(1, admissions=[biased, plain])) == [3, 6]
+
+
+def test_rules_go_with_the_slot_in_whatever_row_it_runs() -> None:
+    """Rows are not slots, and the first does not sample."""
+    rules = {
+        4: greedy(repetition_penalty=8.0),
+        2: RowSampling(temperature=100.0, seed=1, top_k=1),
+        0: greedy(logit_bias=((5, 50.0),)),
+        3: greedy(min_tokens=1, stop_ids=(3,)),
+        1: greedy(),
+    }
+    admissions = [Admission(slot, [3, 3], 2, 0, [slot], rule) for slot, rule in rules.items()]
+    rows = StepRows([1, 3, 4, 0, 2], [1, 2, 2, 2, 2], [False, True, True, True, True])
+    assert Steps(5).run(StepPlan(0, admissions=admissions, rows=rows)) == [2, 2, 5, 3]
+
+
+@pytest.mark.gpu
+def test_no_rule_makes_a_step_wait_for_the_gpu(mixed: tuple[torch.Tensor, list[Row]]) -> None:
+    _, rows = mixed
+    device = torch.device("cuda")
+    logits = torch.zeros(len(rows), VOCAB, device=device, dtype=torch.bfloat16)
+    state = BatchState(len(rows), 64, 16, device)
+    sampler = Sampler(state, SingleRank(), Span.whole(VOCAB), VOCAB)
+    stream = torch.cuda.Stream(device)
+    asked = [rule.logprobs for rule in MIXED_RULES]
+
+    def step() -> PendingResult:
+        device_rows = state.apply(plan_of(rows))
+        token_ids, logprobs = sampler.sample(logits, device_rows)
+        state.advance(device_rows, token_ids)
+        return PendingResult(0, token_ids, logprobs, asked, stream)
+
+    expected = step().result()  # compiles, which waits
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert pending.result() == expected

@@ -1,0 +1,70 @@
+"""One rank's worker: what its warm-up runs, and a step with and without a result for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.coordinator.config import EngineConfig
+from paceline.coordinator.messages import Admission, RowSampling, StepPlan, StepRows
+from paceline.worker import sampler, worker
+from paceline.worker.ranks import RankGroup
+from paceline.worker.worker import Worker
+
+RULES = RowSampling(temperature=1.0, seed=4, top_k=9, presence_penalty=1.0, logprobs=2)
+STEPS = (
+    StepPlan(0, admissions=[Admission(1, [5, 6, 7], 3, 0, [2], RULES)], rows=StepRows([1], [3], [True])),
+    StepPlan(1, rows=StepRows([1], [1], [True])),
+    StepPlan(2),
+)
+
+
+@pytest.fixture
+def make_worker(tiny: Callable[..., Any]) -> Callable[[], Worker]:
+    """Return a function that starts the only rank of a tiny model."""
+    config = EngineConfig(model=str(tiny("llama").folder), device="cpu", max_num_seqs=3, num_blocks=8)
+    return lambda: Worker(config, RankGroup(config, environment={}))
+
+
+def test_a_step_is_the_same_without_a_result(
+    make_worker: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporting, following = make_worker(), make_worker()
+    results = [reporting.execute(plan).result() for plan in STEPS]
+    assert all(len(result.token_ids) == len(result.logprobs) == 1 for result in results)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a rank whose result nobody reads brought it to the host")
+
+    monkeypatch.setattr(worker, "PendingResult", refuse)
+    monkeypatch.setattr(sampler, "_logprobs", refuse)
+    for plan in STEPS:
+        following.follow(plan)
+    chosen = [result.token_ids[0] for result in results]
+    assert following.state.token_table[1, :6].tolist() == [5, 6, 7, *chosen]
+    assert torch.equal(following.state.known_lens, reporting.state.known_lens)
+
+
+def test_the_warm_up_sends_every_decode_row_through_all_of_the_sampler(
+    make_worker: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is measured, and kernels are compiled, before the first request that uses them."""
+    seen: dict[str, int] = {}
+
+    def spy(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*arguments: Any) -> Any:
+            seen[name] = max([seen.get(name, 0), *(len(a) for a in arguments if isinstance(a, torch.Tensor))])
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    spy(sampler, "filter_logits")
+    spy(sampler, "_logprobs")
+    spy(sampler.Sampler, "_penalise")
+    make_worker()
+    assert seen == {"filter_logits": 3, "_logprobs": 3, "_penalise": 3}
