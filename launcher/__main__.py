@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.launcher import generate, verify
@@ -13,6 +14,8 @@ from paceline.launcher.options import OneLineParser
 EXIT_ENGINE_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+LISTENING_SECONDS = 3.0
+"""How long ranks that met the same bad input as rank 0 let it end first."""
 
 
 def main() -> None:
@@ -40,6 +43,9 @@ def run(argv: list[str]) -> int:
         # Every rank meets the same bad input, or is told of it; one of them says so.
         if rank == 0:
             _say(str(error))
+        else:
+            # torchrun ends all ranks once one exits, and the one that speaks must not be cut off.
+            time.sleep(LISTENING_SECONDS)
         return EXIT_BAD_INPUT
     except EngineError as error:
         _say(f"rank {rank}: {error}" if rank else str(error))
@@ -47,6 +53,10 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:
         # The reader of our output has gone (`| head`); nothing more can be said on stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ENGINE_FAILED
+    except OSError as error:
+        _say(f"cannot go on: {error}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write cannot be written either
         return EXIT_ENGINE_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

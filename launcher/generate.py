@@ -39,6 +39,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Answer the prompts; on ranks other than 0 this ends the process when rank 0 is done."""
     prompts = _prompts(arguments)
     params = sampling_params(arguments)
+    if params.logprobs is not None and not arguments.json:
+        raise InputError("--logprobs needs --json, which shows them")
     from paceline.launcher.llm import LLM
 
     with LLM(arguments.model, tensor_parallel_size=arguments.tensor_parallel_size, **engine_settings(arguments)) as llm:

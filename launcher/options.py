@@ -71,7 +71,10 @@ ENGINE_OPTIONS = (
 def logit_bias(text: str) -> tuple[int, float]:
     """One `ID:VALUE` pair of --logit-bias."""
     token, _, value = text.partition(":")
-    return int(token), float(value)
+    try:
+        return int(token), float(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be like 42:-5 (token id, value), got {text!r}") from error
 
 
 SAMPLING_OPTIONS = (

@@ -32,8 +32,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens (one BOS at most) that the tokenizer itself adds."""
-        ids = self._require().encode(text)
-        return list(ids)
+        return list(self._require().encode(_checked(text)))
 
     def encode_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """Token ids of a conversation through the checkpoint's chat template, ready for the assistant's answer.
@@ -50,7 +49,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program of the checkpoint's author and may raise anything
             raise InputError(f"the chat template cannot render these messages: {error}") from error
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        return list(tokenizer.encode(_checked(text), add_special_tokens=False))
 
     @property
     def has_chat_template(self) -> bool:
@@ -68,3 +67,12 @@ class Tokenizer:
         if self.backend is None:
             raise InputError(f"{self._folder} has no tokenizer; give the prompt as token ids")
         return self.backend
+
+
+def _checked(text: str) -> str:
+    """The text, unless it holds half characters, as command-line arguments that are no UTF-8 do."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the prompt is no valid Unicode text at character {error.start}") from error
+    return text

@@ -103,6 +103,9 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "more blocks than memory": (["--num-blocks", "10000000000", "hi"], "lower --num-blocks"),
     "more slots than memory": (["--max-num-seqs", "100000000000", "hi"], "lower --max-num-seqs"),
     "bias out of the vocabulary": (["--logit-bias", "49152:1", "hi"], "logit_bias names token 49152"),
+    "no pair": (["--logit-bias", "x", "hi"], "42:-5"),
+    "log-probabilities unseen": (["--logprobs", "1", "hi"], "--logprobs needs --json"),
+    "no Unicode": (["\udcff\udcfe"], "no valid Unicode"),
     "stream and json": (["--stream", "--json", "hi"], "not allowed with"),
 }
 
@@ -131,6 +134,20 @@ def test_a_mistake_ends_every_rank(mistake: str) -> None:
     assert result.returncode == EXIT_BAD_INPUT
     assert words in result.stderr
     assert result.stderr.count("paceline: ") == result.stderr.count("\n")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_full_disk_is_one_line(default_model: Path) -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "paceline.launcher", "generate", "--model", str(default_model), FRANCE],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert result.returncode == 1
+    assert "No space left on device" in result.stderr
     assert "Traceback" not in result.stderr
 
 
