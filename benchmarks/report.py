@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() or None,
+        "commit": commit.stdout.strip() or os.environ.get("COMMIT"),
         "machine": gpu or f"{_processor()}, {os.cpu_count()} cores",
         "gpus": torch.cuda.device_count(),
         "python": platform.python_version(),
