@@ -105,12 +105,20 @@ run_tests() {
     exec "$python" -m pytest "$@"
 }
 
+# Whether a file of benchmarks/ is a program; the others are what the programs share.
+is_benchmark() {
+    [[ -f "$1" && "$(<"$1")" == *'if __name__ == "__main__":'* ]]
+}
+
 run_benchmark() {
     local name="${1:-}" script
     script="$root/benchmarks/$name.py"
-    if [[ -z "$name" || ! -f "$script" ]]; then
-        local known=("$root"/benchmarks/*.py)
-        fail "bench needs the name of a benchmark: $(basename -a -s .py -- "${known[@]}" | paste -sd ' ')"
+    if [[ -z "$name" ]] || ! is_benchmark "$script"; then
+        local known=() file
+        for file in "$root"/benchmarks/*.py; do
+            ! is_benchmark "$file" || known+=("$(basename -s .py -- "$file")")
+        done
+        fail "bench needs the name of a benchmark: ${known[*]}"
     fi
     # Benchmarks import the helpers beside them, which PYTHONSAFEPATH alone would hide.
     export PYTHONPATH="$root/benchmarks${PYTHONPATH:+:$PYTHONPATH}"

@@ -25,7 +25,6 @@ TOOLS = [
     "env",
     "flock",
     "mkdir",
-    "paste",
     "readlink",
     "rm",
     "sha256sum",
@@ -87,7 +86,8 @@ def checkout(tmp_path: Path) -> Checkout:
     machine.mkdir()
     for name in ("launch.sh", "pyproject.toml", ".ci/constraints.txt"):
         shutil.copy(ROOT / name, root / name)
-    (root / "benchmarks" / "decode.py").write_text("")
+    (root / "benchmarks" / "decode.py").write_text('import timing\n\nif __name__ == "__main__":\n    main()\n')
+    (root / "benchmarks" / "timing.py").write_text("def median():\n    pass\n")
     for tool in TOOLS:
         (machine / tool).symlink_to(shutil.which(tool) or "missing")
     python = machine / "python3"
@@ -183,7 +183,7 @@ def test_benchmarks_run_under_the_same_start(checkout: Checkout) -> None:
     assert output == f"{start}ran [--script]ran [{script}]ran [--tp]ran [2]ran [1]\n"
 
 
-@pytest.mark.parametrize("name", [[], ["nothing"], ["../launch"]])
+@pytest.mark.parametrize("name", [[], ["nothing"], ["../launch"], ["timing"]])
 def test_an_unknown_benchmark_names_the_known(checkout: Checkout, name: list[str]) -> None:
     code, _, errors = checkout.run("bench", *name)
     assert code == 1
