@@ -46,7 +46,7 @@ def main() -> None:
     torch.manual_seed(0)
     copy = gpu_timing.copy_bandwidth()
     print(f"copy: {copy / 1e12:.2f} TB/s; vocabulary: {VOCAB}")
-    print("rows  dtype     what                    kernel          error        us   TB/s  of copy  memory MiB")
+    print("rows  dtype     what                    kernel            error        us   TB/s  of copy  memory MiB")
     figures = []
     for measure in (measure_argmax, measure_filter):
         for rows in arguments.rows:
@@ -55,7 +55,7 @@ def main() -> None:
                 error = "-" if figure["error"] is None else f"{figure['error']:.1e}"
                 figure |= {"tb_s": rate / 1e12, "of_copy": rate / copy}
                 print(
-                    f"{rows:4}  {figure['dtype']:8}  {figure['what']:22}  {figure['kernel']:12}  "
+                    f"{rows:4}  {figure['dtype']:8}  {figure['what']:22}  {figure['kernel']:13}  "
                     f"{error:>8}  {figure['us']:8.1f} {figure['tb_s']:6.2f}  {figure['of_copy']:7.0%}  "
                     f"{figure['workspace_mib']:10.2f}"
                 )
