@@ -109,7 +109,8 @@ def main() -> None:
                     figures.append(figure)
     crossings = list(crossovers(figures))
     for crossing in crossings:
-        print("{heads} at {batch}: from {context} tokens on faster than {way}".format(**crossing))
+        since = "never" if crossing["context"] is None else f"from {crossing['context']} tokens on"
+        print(f"{crossing['heads']}, {crossing['batch']} at once: faster than {crossing['way']} {since}")
     if arguments.write:
         results = {"copy_gb_s": copy / 1e9, "figures": figures, "crossovers": crossings}
         report.write("decode_attention", results)
