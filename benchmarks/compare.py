@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from compare_plot import draw_bars, draw_decode_steps
+from compare_plot import draw_bars, draw_decode_steps, number
 
 PEERS = report.ROOT / "benchmarks" / "peers"
 TARGETS = "targets.json"
@@ -128,15 +128,6 @@ def advantage(metric: Metric, ours: float, other: float) -> float:
 def times(metric: Metric, ours: float | None, other: float | None) -> str:
     """The advantage for a table."""
     return "" if ours is None or other is None else f"{advantage(metric, ours, other):.2f}"
-
-
-def number(value: float | None) -> str:
-    """Three digits for a table; thousands as k."""
-    if value is None:
-        return ""
-    if value >= 1000:
-        return f"{value / 1000:.0f}k" if value >= 100_000 else f"{value / 1000:.1f}k"
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 if __name__ == "__main__":

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compare import Metric, Setting
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = {"paceline": "C3", "vllm 0.25.0": "C0", "nano-vllm": "C2"}
+BOUNDS = (("to reach", "target", "--"), ("bound by bytes and operations", "floor", ":"))
+"""Name, field of a Setting, and style of a line."""
 BATCH_KEY = re.compile(r"W4_b(\d+)_ms_per_step")
 
 
 def draw_bars(settings: Sequence[Setting], metrics: Sequence[Metric], path: Path) -> None:
-    """One panel a metric: a group of bars for each model and number of ranks, with its floor and target."""
+    """A small panel for each metric (rows) and model with its number of ranks (columns), engines as bars."""
     from matplotlib.figure import Figure
 
-    picture = Figure(figsize=(1.9 * len(settings) + 2, 3.0 * len(metrics)), layout="constrained")
-    panels = picture.subplots(len(metrics), 1, squeeze=False)[:, 0]
-    for metric, panel in zip(metrics, panels, strict=True):
-        shown = [s for s in settings if any(metric.key in figures for figures in s.engines.values())]
-        for place, setting in enumerate(shown):
-            _draw_group(panel, place, setting, metric.key)
-        panel.set_xticks(range(len(shown)), [f"{s.model}\n{s.tp} GPU{'s' if s.tp > 1 else ''}" for s in shown])
-        panel.set_title(f"{metric.label} ({'higher' if metric.higher_is_better else 'lower'} is better)", fontsize=11)
-        panel.set_yscale("log")
-        panel.grid(axis="y", alpha=0.3)
-    _add_legend(panels)
+    picture = Figure(figsize=(2.1 * len(settings), 2.3 * len(metrics) + 0.8), layout="constrained")
+    panels = picture.subplots(len(metrics), len(settings), squeeze=False)
+    for metric, row in zip(metrics, panels, strict=True):
+        for setting, panel in zip(settings, row, strict=True):
+            _draw_bars(panel, setting, metric.key)
+        better = "higher" if metric.higher_is_better else "lower"
+        row[0].set_ylabel(f"{metric.label}\n{better} is better", fontsize=8)
+    for setting, panel in zip(settings, panels[0], strict=True):
+        panel.set_title(_title(setting), fontsize=9)
+    _add_legend(picture, panels.flatten())
     picture.savefig(path, dpi=130)
 
 
@@ -48,29 +50,42 @@ def draw_decode_steps(settings: Sequence[Setting], path: Path) -> None:
         for engine, figures in setting.engines.items():
             if steps := _decode_steps(figures):
                 panel.plot(*zip(*steps, strict=True), marker="o", color=COLOURS.get(engine), label=engine)
-        for name, bound, style in (("to reach", setting.target, "--"), ("floor", setting.floor, ":")):
-            if steps := _decode_steps(bound):
+        for name, bound, style in BOUNDS:
+            if steps := _decode_steps(getattr(setting, bound)):
                 panel.plot(*zip(*steps, strict=True), color="0.4", linestyle=style, label=name)
         panel.set_xscale("log", base=2)
         panel.set(ylim=(0, None), xlabel="requests at once", ylabel="ms a step")
-        panel.set_title(f"{setting.model}, {setting.tp} GPU{'s' if setting.tp > 1 else ''}", fontsize=11)
+        panel.set_title(_title(setting), fontsize=11)
         panel.grid(alpha=0.3)
-    _add_legend(panels[: len(settings)])
+    _add_legend(picture, panels[: len(settings)])
     picture.savefig(path, dpi=130)
 
 
-def _draw_group(panel: Axes, place: int, setting: Setting, key: str) -> None:
-    """The bars of one model; every engine has its own place in the group, there or not."""
-    width = 0.8 / len(COLOURS)
-    for number, (engine, colour) in enumerate(COLOURS.items()):
+def number(value: float | None) -> str:
+    """Three digits or so, thousands as k; empty where nothing is known."""
+    if value is None:
+        return ""
+    if value >= 1000:
+        return f"{value / 1000:.0f}k" if value >= 100_000 else f"{value / 1000:.1f}k"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def _draw_bars(panel: Axes, setting: Setting, key: str) -> None:
+    """One metric of one model; every engine has its own place, there or not."""
+    for place, (engine, colour) in enumerate(COLOURS.items()):
         value = setting.engines.get(engine, {}).get(key)
         if value is not None:
-            left = place - 0.4 + number * width
-            bar = panel.bar(left, value, width, align="edge", color=colour, label=engine)
-            panel.bar_label(bar, fmt=lambda height: f"{height:,.4g}", fontsize=7)
-    for name, bound, style in (("to reach", setting.target, "--"), ("floor", setting.floor, ":")):
-        if key in bound:
-            panel.hlines(bound[key], place - 0.42, place + 0.42, color="0.2", linestyle=style, label=name)
+            panel.bar_label(panel.bar(place, value, 0.8, color=colour, label=engine), fmt=number, fontsize=8)
+    for name, bound, style in BOUNDS:
+        if key in (values := getattr(setting, bound)):
+            panel.axhline(values[key], color="0.2", linestyle=style, linewidth=1, label=name)
+    panel.set(xlim=(-0.6, len(COLOURS) - 0.4), xticks=[])
+    panel.margins(y=0.15)
+    panel.tick_params(axis="y", labelsize=7)
+
+
+def _title(setting: Setting) -> str:
+    return f"{setting.model}, {setting.tp} GPU{'s' if setting.tp > 1 else ''}"
 
 
 def _decode_steps(figures: Mapping[str, Any]) -> list[tuple[int, float]]:
@@ -78,9 +93,11 @@ def _decode_steps(figures: Mapping[str, Any]) -> list[tuple[int, float]]:
     return sorted((int(match[1]), value) for key, value in figures.items() if (match := BATCH_KEY.fullmatch(key)))
 
 
-def _add_legend(panels: Sequence[Axes]) -> None:
-    """One legend, in the first panel, of all that any panel shows."""
-    entries = {
-        label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    panels[0].legend(entries.values(), entries.keys(), fontsize=8)
+def _add_legend(picture: Figure, panels: Iterable[Axes]) -> None:
+    """One legend, below, of all that any panel shows."""
+    entries: dict[str, Any] = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    names = [name for name in (*COLOURS, *(name for name, _, _ in BOUNDS)) if name in entries]
+    picture.legend([entries[name] for name in names], names, loc="outside lower center", ncols=len(names), fontsize=9)
