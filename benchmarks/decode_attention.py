@@ -26,6 +26,7 @@ import torch
 from crossover import crossover
 from decode_attention_plot import draw
 
+from paceline.kernels.decode_work import DecodeWork, plan_decode
 from paceline.kernels.paged_decode_attention import paged_decode_attention
 
 CONTEXTS = (512, 2048, 8192, 32768)
@@ -53,10 +54,16 @@ class Step:
     """[R, B] int32."""
     seq_lens: torch.Tensor
     """[R] int32."""
+    slots: torch.Tensor
+    """[R] int32: row r's table is block_tables[slots[r]]."""
+    query_start: torch.Tensor
+    """[R + 1] int32."""
     length: int
     contiguous: tuple[torch.Tensor, torch.Tensor]
     """Keys and values, [R, K, L, D]."""
     out: torch.Tensor
+    work: DecodeWork | None
+    """A step deals its rows out once for all layers, so that is no part of what is timed."""
 
     @property
     def scale(self) -> float:
@@ -72,9 +79,19 @@ class Step:
 
 def paged(step: Step) -> torch.Tensor:
     """The engine's kernel; the one place that knows how it is called."""
-    return paged_decode_attention(
-        step.q, step.k_cache, step.v_cache, step.block_tables, step.seq_lens, step.scale, step.length, step.out
+    paged_decode_attention(
+        step.q,
+        step.k_cache,
+        step.v_cache,
+        step.block_tables,
+        step.slots,
+        step.query_start,
+        step.seq_lens,
+        step.scale,
+        step.out,
+        step.work,
     )
+    return step.out
 
 
 WAYS: dict[str, Callable[[Step], torch.Tensor]] = {
@@ -168,11 +185,27 @@ def make_steps(shape: tuple[int, int, int], batch: int, context: int, count: int
     k_cache, v_cache = (random_bfloat16(*cache_shape) for _ in range(2))
     tables = torch.randperm(cache_shape[0], dtype=torch.int32, device="cuda").view(count, batch, blocks)
     seq_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    query_start = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    work = plan_decode(query_start, seq_lens, kv_heads)
     steps = []
     for table in tables:
         q = random_bfloat16(batch, query_heads, head_dim)
-        keys, values = (baselines.gather(cache, table, context) for cache in (k_cache, v_cache))
-        steps.append(Step(q, k_cache, v_cache, table, seq_lens, context, (keys, values), torch.empty_like(q)))
+        contiguous = baselines.gather(k_cache, table, context), baselines.gather(v_cache, table, context)
+        steps.append(
+            Step(
+                q=q,
+                k_cache=k_cache,
+                v_cache=v_cache,
+                block_tables=table,
+                seq_lens=seq_lens,
+                slots=query_start[:-1],
+                query_start=query_start,
+                length=context,
+                contiguous=contiguous,
+                out=torch.empty_like(q),
+                work=work,
+            )
+        )
     return steps
 
 

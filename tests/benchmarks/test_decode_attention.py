@@ -30,10 +30,20 @@ def step(device: torch.device) -> decode_attention.Step:
     k_cache, v_cache = torch.randn(2, ROWS * blocks, 16, 2, 24, device=device).unbind()
     tables = torch.randperm(ROWS * blocks, dtype=torch.int32, device=device).view(ROWS, blocks)
     q = torch.randn(ROWS, 6, 24, device=device)
-    keys, values = (baselines.gather(cache, tables, LENGTH) for cache in (k_cache, v_cache))
-    seq_lens = torch.full((ROWS,), LENGTH, dtype=torch.int32, device=device)
-    out = torch.full_like(q, math.nan)
-    return decode_attention.Step(q, k_cache, v_cache, tables, seq_lens, LENGTH, (keys, values), out)
+    query_start = torch.arange(ROWS + 1, dtype=torch.int32, device=device)
+    return decode_attention.Step(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=tables,
+        seq_lens=torch.full((ROWS,), LENGTH, dtype=torch.int32, device=device),
+        slots=query_start[:-1],
+        query_start=query_start,
+        length=LENGTH,
+        contiguous=(baselines.gather(k_cache, tables, LENGTH), baselines.gather(v_cache, tables, LENGTH)),
+        out=torch.full_like(q, math.nan),
+        work=None,
+    )
 
 
 def expected(step: decode_attention.Step) -> torch.Tensor:
