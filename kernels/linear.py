@@ -1,9 +1,17 @@
-"""Matrix product with a weight stored as [out_features, in_features], as checkpoints have it."""
+"""Matrix products with a weight stored as [out_features, in_features], as checkpoints have it, and what surrounds them.
+
+A product of few rows on a GPU is a stream of the weight: there the norm before it and the gated activation after it are
+computed along with it (skinny_linear). Elsewhere each is an operation of its own, and the product is the library's.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional
+
+from paceline.kernels.rms_norm import add_rms_norm, rms_norm
+from paceline.kernels.silu_and_mul import silu_and_mul
+from paceline.kernels.skinny_linear import is_skinny, skinny_linear
 
 FEW_ROWS = 16
 """Up to so many rows the CPU library's float32 product of the transposed problem is faster, at 2 rows 3 to 6 times."""
@@ -11,10 +19,56 @@ FEW_ROWS = 16
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] times the transpose of weight [N, K], plus bias [N]: [T, N], in x's dtype."""
+    if is_skinny(x, weight):
+        return skinny_linear(x, weight, bias=bias)[0]
     if x.device.type == "cpu" and x.dtype == torch.float32 and 0 < x.shape[0] <= FEW_ROWS:
         out = _weight_first(x, weight)
         return out if bias is None else out.add_(bias)
     return functional.linear(x, weight, bias)
+
+
+def norm_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (linear(norm(x + residual), weight, bias), x + residual); no residual counts as zero.
+
+    x, residual: [T, K], contiguous. norm_weight: [K], of a root-mean-square norm. weight: [N, K]. bias: [N].
+    """
+    if is_skinny(x, weight):
+        return skinny_linear(x, weight, bias=bias, residual=residual, norm_weight=norm_weight, eps=eps)
+    normed, total = _add_norm(x, residual, norm_weight, eps)
+    return linear(normed, weight, bias), total
+
+
+def norm_gated_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (silu(gate) * up, x + residual), where gate and up are the halves of norm_linear's result.
+
+    weight: [2 * N, K], gate's rows before up's; the result is [T, N].
+    """
+    if is_skinny(x, weight) and bias is None:
+        return skinny_linear(x, weight, residual=residual, norm_weight=norm_weight, eps=eps, gated=True)
+    gate_up, total = norm_linear(x, residual, norm_weight, eps, weight, bias)
+    return silu_and_mul(gate_up), total
+
+
+def _add_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if residual is None:
+        return rms_norm(x, weight, eps), x
+    return add_rms_norm(x, residual, weight, eps)
 
 
 def _weight_first(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

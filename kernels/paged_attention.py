@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from paceline.kernels.decode_work import DecodeWork
 from paceline.kernels.paged_decode_attention import paged_decode_attention
 from paceline.kernels.paged_prefill_attention import paged_prefill_attention
 
@@ -14,41 +15,25 @@ def paged_attention(
     v_cache: torch.Tensor,
     *,
     block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    row_slots: torch.Tensor,
     query_start: torch.Tensor,
-    num_decode_rows: int,
-    max_query_len: int,
-    max_seq_len: int,
+    seq_lens: torch.Tensor,
     scale: float,
+    has_decodes: bool = True,
+    has_prefills: bool = True,
+    decode_work: DecodeWork | None = None,
 ) -> torch.Tensor:
     """Return causal attention of every row's tokens over the paged cache: [T, H, D], of q's dtype.
 
-    The first num_decode_rows rows have one token each and take the decode kernel, the other rows the prefill kernel;
-    shapes and rules are those of `paged_decode_attention` and `paged_prefill_attention`.
+    Rows with one token take the decode kernel, rows with more the prefill kernel; shapes and rules are those of
+    `paged_decode_attention` and `paged_prefill_attention`. A kernel that the caller knows to have no rows is not
+    launched. What comes out for padding tokens is undefined.
     """
     out = torch.empty_like(q)
-    split = num_decode_rows
-    if split > 0:
+    if has_decodes:
         paged_decode_attention(
-            q[:split],
-            k_cache,
-            v_cache,
-            block_tables[:split],
-            seq_lens[:split],
-            scale,
-            max_seq_len,
-            out[:split],
+            q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out, decode_work
         )
-    if split < seq_lens.shape[0]:
-        paged_prefill_attention(
-            q,
-            k_cache,
-            v_cache,
-            block_tables[split:],
-            seq_lens[split:],
-            query_start[split:],
-            max_query_len,
-            scale,
-            out,
-        )
+    if has_prefills:
+        paged_prefill_attention(q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out)
     return out

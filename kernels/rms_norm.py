@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paceline.kernels.launch import dependent_launch
 
 _ELEMENTS_PER_PROGRAM = 1024
-"""Short rows (the norms of single heads) share a program up to this many elements."""
+"""Short rows share a program up to this many elements."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -15,8 +18,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Computed in float32 and rounded to x's dtype before the multiplication by the weight, as in transformers.
 
-    x: [T, N] or [T, H, N]; N is contiguous, the other strides are free (heads within a fused projection, say).
-    weight: [N], of x's dtype.
+    x: [T, N], contiguous. weight: [N], of x's dtype.
     """
     return rms_norm_triton(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
 
@@ -52,27 +54,39 @@ def add_rms_norm_reference(
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm` by a Triton kernel."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    size = x.shape[-1]
-    num_rows = x.numel() // size
-    inner, outer_stride, inner_stride = (x.shape[1], x.stride(0), x.stride(1)) if x.dim() == 3 else (1, x.stride(0), 0)
-    block, block_rows, num_warps = _tile(size)
-    _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
-        x, weight, out, num_rows, outer_stride, inner_stride, eps, inner, size, block_rows, block, num_warps=num_warps
-    )
-    return out
+    return _launch(x, None, weight, eps)[0]
 
 
 def add_rms_norm_triton(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_rms_norm` by a Triton kernel."""
-    out, total = torch.empty_like(x), torch.empty_like(x)
-    size = x.shape[-1]
-    num_rows = x.numel() // size
+    return _launch(x, residual, weight, eps)
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    num_rows, size = x.shape
     block, block_rows, num_warps = _tile(size)
-    _add_rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
-        x, residual, weight, out, total, num_rows, eps, size, block_rows, block, num_warps=num_warps
+    pdl = dependent_launch(x.device)
+    _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        total,
+        num_rows,
+        eps,
+        size,
+        block_rows,
+        block,
+        residual is not None,
+        pdl,
+        num_warps=num_warps,
+        **({"launch_pdl": True} if pdl else {}),
     )
     return out, total
 
@@ -87,28 +101,6 @@ def _tile(size: int) -> tuple[int, int, int]:
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    num_rows: tl.tensor,
-    outer_stride: tl.tensor,
-    inner_stride: tl.tensor,
-    eps: tl.tensor,
-    INNER: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    columns = tl.arange(0, BLOCK)[None, :]
-    mask = (rows < num_rows) & (columns < SIZE)
-    x = tl.load(x_ptr + rows // INNER * outer_stride + rows % INNER * inner_stride + columns, mask=mask, other=0.0)
-    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0)
-    tl.store(out_ptr + rows * SIZE + columns, _normalise(x, weight, eps, SIZE), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _add_rms_norm_kernel(
-    x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -118,17 +110,25 @@ def _add_rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    """BLOCK_ROWS rows."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < num_rows) & (columns < SIZE)
     offsets = rows * SIZE + columns
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
-    residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0)
-    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(total_ptr + offsets, total, mask=mask)
-    tl.store(out_ptr + offsets, _normalise(total, weight, eps, SIZE), mask=mask)
+    if PDL:
+        gdc_wait()
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(total_ptr + offsets, x, mask=mask)
+    tl.store(out_ptr + offsets, _normalise(x, weight, eps, SIZE), mask=mask)
 
 
 @triton.jit

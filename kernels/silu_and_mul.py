@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paceline.kernels.launch import dependent_launch
 
 _BLOCK = 1024
 
@@ -27,12 +30,20 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu_and_mul` by a Triton kernel."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
-    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, _BLOCK))](gate_up, out, size, _BLOCK, num_warps=4)
+    pdl = dependent_launch(gate_up.device)
+    launch = {"launch_pdl": True} if pdl else {}
+    grid = (num_tokens, triton.cdiv(size, _BLOCK))
+    _silu_and_mul_kernel[grid](gate_up, out, size, _BLOCK, pdl, num_warps=4, **launch)
     return out
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up_ptr: tl.tensor, out_ptr: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _silu_and_mul_kernel(
+    gate_up_ptr: tl.tensor, out_ptr: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.kernels.decode_work import DecodeWork
+
 KVCache = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each [num_blocks, block_size, kv_heads, head_dim]."""
 
@@ -15,7 +17,8 @@ KVCache = tuple[torch.Tensor, torch.Tensor]
 class StepContext:
     """A step of T tokens in R rows (one row a request); all tensors are on the model's device.
 
-    A row's tokens are consecutive among the T. The first num_decode_rows rows have one token each.
+    A row's tokens are consecutive among the T. Rows and tokens may be padding: then query_start does not grow, and a
+    token writes nowhere.
     """
 
     positions: torch.Tensor
@@ -27,13 +30,16 @@ class StepContext:
     seq_lens: torch.Tensor
     """[R] int32: tokens with keys and values once this step's are stored (so a row attends to seq_lens[r] tokens)."""
     block_tables: torch.Tensor
-    """[R, B] int32: block ids of each row in order; entries past its length are undefined."""
-    logits_rows: torch.Tensor
-    """[S] int64: which of the T tokens need logits."""
+    """[S, B] int32: block ids of each slot in order; entries past its length are undefined."""
+    row_slots: torch.Tensor
+    """[R] int32: each row's line of block_tables."""
+    logits_tokens: torch.Tensor | None
+    """[N] int64: which of the T tokens need logits; None: all, in order."""
     kv_caches: Sequence[KVCache]
     """One entry a layer."""
-    num_decode_rows: int
-    max_query_len: int
-    """Most tokens of one row."""
-    max_seq_len: int
-    """At least every entry of seq_lens (a host-known bound)."""
+    has_decodes: bool = True
+    """Whether a row may have one token, and"""
+    has_prefills: bool = True
+    """more than one. To know spares launches."""
+    decode_work: DecodeWork | None = None
+    """On a GPU, `plan_decode` of this step."""

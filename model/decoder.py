@@ -13,17 +13,18 @@ import torch
 from torch import nn
 
 from paceline.kernels.paged_attention import paged_attention
-from paceline.kernels.rotary import rotary_embedding
-from paceline.kernels.silu_and_mul import silu_and_mul
-from paceline.kernels.store_kv import store_kv
+from paceline.kernels.rotary_and_store import rotary_and_store
 from paceline.model.communicator import Communicator
 from paceline.model.config import ModelConfig
 from paceline.model.context import StepContext
 from paceline.model.embedding import ParallelLMHead, VocabParallelEmbedding
-from paceline.model.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from paceline.model.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from paceline.model.norm import RMSNorm
 from paceline.model.rope import cos_sin_table
 from paceline.model.shard_plan import ShardPlan
+
+Hidden = tuple[torch.Tensor, torch.Tensor | None]
+"""Two parts of the residual stream after the last layer, [N, hidden_size] each; None counts as zero."""
 
 
 class Attention(nn.Module):
@@ -54,28 +55,45 @@ class Attention(nn.Module):
         self._layer_index = layer_index
         self._scale = head_dim**-0.5
 
-    def forward(self, hidden: torch.Tensor, cos_sin: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """[T, hidden_size] -> [T, hidden_size]; stores the tokens' keys and values in the layer's cache."""
-        query, key, value = self.qkv_proj.forward_heads(hidden)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotary_embedding(query, key, ctx.positions, cos_sin)
+    def forward(
+        self,
+        norm: RMSNorm,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        ctx: StepContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(attention of norm(hidden + residual), hidden + residual), both [T, hidden_size].
+
+        Stores the tokens' keys and values in the layer's cache.
+        """
+        qkv, residual = self.qkv_proj(norm, hidden, residual)
         key_cache, value_cache = ctx.kv_caches[self._layer_index]
-        store_kv(key, value, key_cache, value_cache, ctx.slot_mapping)
+        query = rotary_and_store(
+            qkv,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            norm.eps,
+            ctx.positions,
+            cos_sin,
+            key_cache,
+            value_cache,
+            ctx.slot_mapping,
+        )
         attended = paged_attention(
             query,
             key_cache,
             value_cache,
             block_tables=ctx.block_tables,
-            seq_lens=ctx.seq_lens,
+            row_slots=ctx.row_slots,
             query_start=ctx.query_start,
-            num_decode_rows=ctx.num_decode_rows,
-            max_query_len=ctx.max_query_len,
-            max_seq_len=ctx.max_seq_len,
+            seq_lens=ctx.seq_lens,
             scale=self._scale,
+            has_decodes=ctx.has_decodes,
+            has_prefills=ctx.has_prefills,
+            decode_work=ctx.decode_work,
         )
-        out: torch.Tensor = self.o_proj(attended.flatten(1))
-        return out
+        return self.o_proj(attended.flatten(1)), residual
 
 
 class GatedMLP(nn.Module):
@@ -84,15 +102,15 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig, comm: Communicator, dtype: torch.dtype, *, bias: bool = False) -> None:
         super().__init__()
         width = ShardPlan(config, comm.size).mlp(comm.rank)
-        self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, {"gate": width, "up": width}, bias=bias, dtype=dtype
-        )
+        self.gate_up_proj = GatedColumnParallelLinear(config.hidden_size, width, bias=bias, dtype=dtype)
         self.down_proj = RowParallelLinear(width, config.hidden_size, bias=bias, comm=comm, dtype=dtype)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, hidden_size] -> [T, hidden_size]."""
-        out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
-        return out
+    def forward(
+        self, norm: RMSNorm, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the MLP of norm(hidden + residual), hidden + residual), both [T, hidden_size]."""
+        gated, residual = self.gate_up_proj(norm, hidden, residual)
+        return self.down_proj(gated), residual
 
 
 class DecoderLayer(nn.Module):
@@ -110,12 +128,11 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(what the layer before adds to the stream, the stream without it) -> the same of this layer.
 
-        The sum is left to the next norm, which reads and writes the stream once for both.
+        The sum is left to whoever norms it next and so has to read both anyway.
         """
-        hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(hidden, cos_sin, ctx)
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp(hidden), residual
+        hidden, residual = self.self_attn(self.input_layernorm, hidden, residual, cos_sin, ctx)
+        out: tuple[torch.Tensor, torch.Tensor] = self.mlp(self.post_attention_layernorm, hidden, residual)
+        return out
 
 
 class DecoderStack(nn.Module):
@@ -131,14 +148,13 @@ class DecoderStack(nn.Module):
         self.cos_sin: torch.Tensor
         self.register_buffer("cos_sin", cos_sin, persistent=False)
 
-    def forward(self, input_ids: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """[T] int64 -> [T, hidden_size]."""
+    def forward(self, input_ids: torch.Tensor, ctx: StepContext) -> Hidden:
+        """[T] int64 -> the residual stream of all T tokens."""
         hidden: torch.Tensor = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, self.cos_sin, ctx)
-        hidden, _ = self.norm.add(hidden, residual)
-        return hidden
+        return hidden, residual
 
 
 class CausalLM(nn.Module, ABC):
@@ -175,12 +191,15 @@ class CausalLM(nn.Module, ABC):
     def build_layer(config: ModelConfig, index: int, comm: Communicator, dtype: torch.dtype) -> DecoderLayer:
         """The index-th layer of the family."""
 
-    def forward(self, input_ids: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """[T] int64 token ids -> [T, hidden_size] after the final norm, the same on every rank."""
-        hidden: torch.Tensor = self.model(input_ids, ctx)
-        return hidden
+    def forward(self, input_ids: torch.Tensor, ctx: StepContext) -> Hidden:
+        """[T] int64 token ids -> what `logits` takes, of ctx.logits_tokens."""
+        hidden, residual = self.model(input_ids, ctx)
+        if ctx.logits_tokens is not None:
+            hidden = hidden.index_select(0, ctx.logits_tokens)
+            residual = None if residual is None else residual.index_select(0, ctx.logits_tokens)
+        return hidden, residual
 
-    def compute_logits(self, hidden: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """[T, hidden_size] -> [S, vocab.padded] of ctx.logits_rows; columns from vocab.length on mean nothing."""
-        logits: torch.Tensor = self.lm_head(hidden, ctx.logits_rows)
+    def logits(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """[N, vocab.padded] on this rank's part of the vocabulary; columns from vocab.length on mean nothing."""
+        logits: torch.Tensor = self.lm_head(self.model.norm, hidden, residual)
         return logits

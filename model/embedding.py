@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.kernels.linear import linear
+from paceline.kernels.linear import norm_linear
 from paceline.model.communicator import Communicator
+from paceline.model.norm import RMSNorm
 from paceline.model.parameter import ShardedParameter, stack_shards
 from paceline.model.shard_plan import Span
 
@@ -32,7 +33,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(nn.Module):
-    """Logits of each rank's span of the vocabulary, for the rows that want them."""
+    """Logits of each rank's span of the vocabulary."""
 
     def __init__(
         self, vocab: Span, width: int, *, dtype: torch.dtype, tied_to: VocabParallelEmbedding | None = None
@@ -44,9 +45,9 @@ class ParallelLMHead(nn.Module):
             else tied_to.weight
         )
 
-    def forward(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, width] and row numbers [S] -> [S, vocab.padded].
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """The final norm of x + residual [N, width], and its logits [N, vocab.padded].
 
         Columns from vocab.length on are padding; they are zero, not the lowest, so whoever chooses must mask them.
         """
-        return linear(hidden.index_select(0, rows), self.weight)
+        return norm_linear(x, residual, norm.weight, norm.eps, self.weight)[0]

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from paceline.kernels.linear import linear
+from paceline.kernels.linear import linear, norm_gated_linear, norm_linear
 from paceline.model.communicator import Communicator
+from paceline.model.norm import RMSNorm
 from paceline.model.parameter import Shard, ShardedParameter, ShardId, stack_shards
 from paceline.model.shard_plan import Span
 
@@ -25,16 +26,24 @@ class MergedColumnParallelLinear(nn.Module):
         self.weight = ShardedParameter((rows, in_features), dtype, stack_shards(out_spans, in_features))
         self.bias = ShardedParameter((rows,), dtype, stack_shards(out_spans, None)) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in_features] -> [T, the spans' padded widths in all]."""
-        return linear(x, self.weight, self.bias)
+    def forward(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the layer of norm(x + residual), x + residual): [T, the spans' padded widths] and [T, in_features]."""
+        return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
 
 
-class ColumnParallelLinear(MergedColumnParallelLinear):
-    """One linear layer, of whose outputs each rank computes a span."""
+class GatedColumnParallelLinear(MergedColumnParallelLinear):
+    """The two layers of a gated activation, gate and up, with the activation (arXiv:2002.05202)."""
 
-    def __init__(self, in_features: int, out_span: Span, *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__(in_features, {None: out_span}, bias=bias, dtype=dtype)
+    def __init__(self, in_features: int, width: Span, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__(in_features, {"gate": width, "up": width}, bias=bias, dtype=dtype)
+
+    def forward(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(silu(gate) * up of norm(x + residual), x + residual): [T, width.padded] and [T, in_features]."""
+        return norm_gated_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -53,14 +62,6 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         kv_span = kv_heads.times(head_dim)
         spans: dict[ShardId, Span] = {"q": query_heads.times(head_dim), "k": kv_span, "v": kv_span}
         super().__init__(in_features, spans, bias=bias, dtype=dtype)
-        self._head_dim = head_dim
-        self._heads = (query_heads.padded, kv_heads.padded, kv_heads.padded)
-
-    def forward_heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, in_features] -> queries [T, H, head_dim], keys and values [T, K, head_dim], views of one tensor."""
-        heads = self(x).unflatten(-1, (-1, self._head_dim))
-        query, key, value = heads.split(self._heads, dim=1)
-        return query, key, value
 
 
 class RowParallelLinear(nn.Module):

@@ -37,7 +37,7 @@ def probe_logits(model: CausalLM, comm: Communicator, device: torch.device) -> t
     with torch.inference_mode():
         for start, stop in ((0, PROMPT_TOKENS), (PROMPT_TOKENS, MAX_MODEL_LEN)):
             context = _context(start, stop, caches, device)
-            local = model.compute_logits(model(ids[start:stop], context), context)
+            local = model.logits(*model(ids[start:stop], context))
             logits.append(comm.all_gather(local)[:, : config.vocab_size].cpu())
     return torch.cat(logits)
 
@@ -67,9 +67,7 @@ def _context(start: int, stop: int, caches: list[KVCache], device: torch.device)
         query_start=ints(0, stop - start),
         seq_lens=ints(stop),
         block_tables=ints(*range(_BLOCKS)).unsqueeze(0),
-        logits_rows=torch.arange(stop - start, device=device),
+        row_slots=ints(0),
+        logits_tokens=None,
         kv_caches=caches,
-        num_decode_rows=int(stop - start == 1),
-        max_query_len=stop - start,
-        max_seq_len=stop,
     )

@@ -6,44 +6,46 @@ need nothing from the host but which slots run. The host keeps counts alone (nev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from paceline.coordinator.messages import Admission, RowSampling, StepPlan, StepRows
+from paceline.kernels.advance_rows import advance_rows
+from paceline.kernels.decode_work import plan_decode
 from paceline.kernels.prepare_inputs import prepare_inputs
 from paceline.model.context import KVCache, StepContext
-from paceline.worker.upload import float_bits, upload_ints
+from paceline.worker.upload import float_bits, long_bits, upload_ints
 
 GREEDY = RowSampling(temperature=0.0, seed=0)
 
 
 @dataclass(frozen=True)
-class DeviceRows:
-    """The rows of a step with their device tensors; kept while the rows stay the same."""
+class StepShape:
+    """What the launches of a step depend on; everything else about it is read on the device."""
+
+    num_tokens: int
+    num_rows: int
+    has_prefills: bool
+    """Whether a row may have more than one token."""
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """The rows of a step as the host knows them; kept while the rows stay the same."""
 
     rows: StepRows
-    slots: torch.Tensor
-    """[R] int64."""
-    counts: torch.Tensor
-    """[R] int32."""
-    query_start: torch.Tensor
-    """[R + 1] int32."""
-    sampled_slots: torch.Tensor
-    """[S] int64: slots of the rows that sample."""
-    logits_rows: torch.Tensor
-    """[S] int64: the last token of each of them."""
-    sampled_slot_list: tuple[int, ...]
+    shape: StepShape
+    sampled: tuple[int, ...]
+    """Indices of the rows that sample."""
     sampling: tuple[RowSampling, ...]
-    """The rules of each of them."""
-    num_tokens: int
-    num_decode_rows: int
-    max_query_len: int
+    """The rules of every row; a row that does not sample has none of its own."""
 
 
 class BatchState:
-    """Token table, lengths, block tables and sampling state of every slot."""
+    """Token table, lengths, block tables and sampling state of every slot, and the rows of the step at hand."""
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.device = device
@@ -58,15 +60,29 @@ class BatchState:
         self.temperature, self.top_p, self.min_p = self._floats[:3].unbind()
         self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self._floats[3:].unbind()
         self.seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        # The rows of a step always lie here, padded to the end, so that a CUDA graph finds them.
+        self._step = torch.zeros(3 * num_slots + 1, dtype=torch.int32, device=device)
+        self._slots: torch.Tensor
+        self._slots, self._query_start, self._samples = self._step.split([num_slots, num_slots + 1, num_slots])
+        self._pad_rows()
         # Host mirrors: counts are known without asking the device.
         self.host_computed = [0] * num_slots
         self.host_known = [0] * num_slots
         self.host_blocks = [0] * num_slots
         self.host_prompt = [0] * num_slots
         self.sampling: list[RowSampling] = [GREEDY] * num_slots
-        self._rows: DeviceRows | None = None
+        self._rows: HostRows | None = None
 
-    def apply(self, plan: StepPlan) -> DeviceRows:
+    @property
+    def num_slots(self) -> int:
+        """How many requests there is room for."""
+        return len(self.sampling)
+
+    def slots(self, num_rows: int) -> torch.Tensor:
+        """Slots [R] int32 of the step's rows; -1 of those past its end."""
+        return self._slots[:num_rows]
+
+    def apply(self, plan: StepPlan) -> HostRows:
         """Take in the plan's delta; return the rows to run. Freed slots need no action: admission overwrites them."""
         for admission in plan.admissions:
             self._admit(admission)
@@ -76,7 +92,7 @@ class BatchState:
             self._rows = self._upload_rows(plan.rows)
         elif plan.admissions and self._rows is not None:
             # The rows are the same, the requests in their slots are not.
-            self._rows = replace(self._rows, sampling=self._rules_of(self._rows.sampled_slot_list))
+            self._rows = replace(self._rows, sampling=self._rules_of(self._rows.rows))
         if self._rows is None:
             raise ValueError(f"step {plan.step} repeats the rows of a previous step, but there was none")
         return self._rows
@@ -84,7 +100,7 @@ class BatchState:
     def _admit(self, admission: Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
         known, blocks = len(admission.token_ids), len(admission.block_ids)
-        tokens, block_ids, ints, floats = upload_ints(
+        tokens, block_ids, ints, floats, seed = upload_ints(
             [
                 admission.token_ids,
                 admission.block_ids,
@@ -99,6 +115,7 @@ class BatchState:
                         sampling.frequency_penalty,
                     )
                 ),
+                long_bits(sampling.seed),
             ],
             self.device,
         )
@@ -106,7 +123,7 @@ class BatchState:
         self.block_tables[slot, :blocks] = block_ids
         self._ints[:, slot] = ints
         self._floats[:, slot] = floats.view(torch.float32)
-        self.seeds[slot] = sampling.seed
+        self.seeds.view(torch.int32).view(-1, 2)[slot] = seed
         self.host_computed[slot] = admission.num_computed
         self.host_known[slot] = known
         self.host_blocks[slot] = blocks
@@ -126,74 +143,86 @@ class BatchState:
         slot_index, column_index, ids = upload_ints([slots, columns, values], self.device)
         self.block_tables.index_put_((slot_index.long(), column_index.long()), ids)
 
-    def _rules_of(self, slots: Sequence[int]) -> tuple[RowSampling, ...]:
-        return tuple(self.sampling[slot] for slot in slots)
+    def _rules_of(self, rows: StepRows) -> tuple[RowSampling, ...]:
+        pairs = zip(rows.slots, rows.samples, strict=True)
+        return tuple(self.sampling[slot] if samples else GREEDY for slot, samples in pairs)
 
-    def _upload_rows(self, rows: StepRows) -> DeviceRows:
+    def _upload_rows(self, rows: StepRows) -> HostRows:
         starts = [0]
         for count in rows.counts:
             starts.append(starts[-1] + count)
-        sampling = [index for index, samples in enumerate(rows.samples) if samples]
-        sampled_slots = [rows.slots[index] for index in sampling]
-        last_tokens = [starts[index + 1] - 1 for index in sampling]
-        slots, counts, query_start, sampled, logits_rows = upload_ints(
-            [rows.slots, rows.counts, starts, sampled_slots, last_tokens], self.device
+        padding = self.num_slots - len(rows.slots)
+        (step,) = upload_ints(
+            [
+                [*rows.slots, *[-1] * padding, *starts, *starts[-1:] * padding, *rows.samples, *[0] * padding],
+            ],
+            self.device,
         )
-        decode_rows = 0
-        for count in rows.counts:
-            if count != 1:
-                break
-            decode_rows += 1
-        return DeviceRows(
+        self._step.copy_(step)
+        return HostRows(
             rows=rows,
-            slots=slots.long(),
-            counts=counts,
-            query_start=query_start,
-            sampled_slots=sampled.long(),
-            logits_rows=logits_rows.long(),
-            sampled_slot_list=tuple(sampled_slots),
-            sampling=self._rules_of(sampled_slots),
-            num_tokens=starts[-1],
-            num_decode_rows=decode_rows,
-            max_query_len=max(rows.counts),
+            shape=StepShape(starts[-1], len(rows.slots), max(rows.counts) > 1),
+            sampled=tuple(index for index, samples in enumerate(rows.samples) if samples),
+            sampling=self._rules_of(rows),
         )
 
-    def inputs(self, rows: DeviceRows, kv_caches: Sequence[KVCache]) -> tuple[torch.Tensor, StepContext]:
-        """The step's token ids [T] int64 and its context, built on the device from the tables."""
-        input_ids, positions, slot_mapping = prepare_inputs(
+    @contextmanager
+    def without_rows(self) -> Iterator[None]:
+        """Meanwhile every row is padding: a step that is run changes nothing."""
+        rows = self._step.clone()
+        self._pad_rows()
+        yield
+        self._step.copy_(rows)
+
+    def _pad_rows(self) -> None:
+        self._step.zero_()
+        self._slots.fill_(-1)
+
+    def inputs(self, shape: StepShape, kv_caches: Sequence[KVCache]) -> tuple[torch.Tensor, StepContext]:
+        """The step's token ids [T] int64 and its context, built on the device from the tables.
+
+        The shape may be larger than the step: what is past its end is padding.
+        """
+        slots = self._slots[: shape.num_rows]
+        query_start = self._query_start[: shape.num_rows + 1]
+        inputs = prepare_inputs(
             self.token_table,
             self.computed_lens,
             self.block_tables,
-            rows.slots,
-            rows.query_start,
-            rows.num_tokens,
+            slots,
+            query_start,
+            shape.num_tokens,
             self.block_size,
         )
-        host_lens = [self.host_computed[s] + c for s, c in zip(rows.rows.slots, rows.rows.counts, strict=True)]
-        max_seq_len = max(host_lens)
-        width = -(-max_seq_len // self.block_size)
+        on_gpu = self.device.type == "cuda"
         context = StepContext(
-            positions=positions,
-            slot_mapping=slot_mapping,
-            query_start=rows.query_start,
-            seq_lens=self.computed_lens[rows.slots] + rows.counts,
-            block_tables=self.block_tables[:, :width].index_select(0, rows.slots),
-            logits_rows=rows.logits_rows,
+            positions=inputs.positions,
+            slot_mapping=inputs.slot_mapping,
+            query_start=query_start,
+            seq_lens=inputs.seq_lens,
+            block_tables=self.block_tables,
+            row_slots=slots,
+            logits_tokens=inputs.last_tokens if shape.has_prefills else None,
             kv_caches=kv_caches,
-            num_decode_rows=rows.num_decode_rows,
-            max_query_len=rows.max_query_len,
-            max_seq_len=max_seq_len,
+            has_prefills=shape.has_prefills,
+            decode_work=plan_decode(query_start, inputs.seq_lens, kv_caches[0][0].shape[2]) if on_gpu else None,
         )
-        return input_ids, context
+        return inputs.input_ids, context
 
-    def advance(self, rows: DeviceRows, token_ids: torch.Tensor) -> None:
-        """Count the step's tokens as computed and append the sampled ids [S] to their requests."""
-        self.computed_lens.index_add_(0, rows.slots, rows.counts)
-        slots = rows.sampled_slots
-        columns = self.known_lens[slots].long()
-        self.token_table.index_put_((slots, columns), token_ids.to(torch.int32))
-        self.known_lens.index_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
-        for slot, count in zip(rows.rows.slots, rows.rows.counts, strict=True):
+    def advance(self, shape: StepShape, token_ids: torch.Tensor) -> None:
+        """On the device, count the step's tokens as computed and append the ids [R] of the rows that sample."""
+        advance_rows(
+            token_ids,
+            self._slots[: shape.num_rows],
+            self._query_start[: shape.num_rows + 1],
+            self._samples[: shape.num_rows],
+            self.token_table,
+            self.computed_lens,
+            self.known_lens,
+        )
+
+    def count(self, rows: HostRows) -> None:
+        """The same on the host, which knows the numbers but not the ids."""
+        for slot, count, samples in zip(rows.rows.slots, rows.rows.counts, rows.rows.samples, strict=True):
             self.host_computed[slot] += count
-        for slot in rows.sampled_slot_list:
-            self.host_known[slot] += 1
+            self.host_known[slot] += samples

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from paceline.coordinator.messages import StepResult, TokenLogprobs
+from paceline.worker.batch_state import HostRows
 from paceline.worker.sampler import SampledLogprobs
 
 
@@ -21,16 +20,17 @@ class PendingResult:
         step: int,
         token_ids: torch.Tensor,
         logprobs: SampledLogprobs | None,
-        asked: Sequence[int],
+        rows: HostRows,
         copy_stream: torch.cuda.Stream | None,
     ) -> None:
-        """token_ids [S] on the device; asked holds each row's wish for log-probabilities (-1: none).
+        """token_ids [R or more] on the device, of which those of the rows that sample count.
 
         copy_stream is None on the CPU, where results are there at once.
         """
         self._step = step
-        self._asked = asked
-        self._rows = [] if logprobs is None else logprobs.rows
+        self._sampled = rows.sampled
+        self._rules = rows.sampling
+        self._reported = [] if logprobs is None else logprobs.rows
         tensors = [token_ids]
         if logprobs is not None:
             tensors += [logprobs.chosen, logprobs.top_ids, logprobs.top]
@@ -60,12 +60,13 @@ class PendingResult:
         """The result, waited for where it is not there yet."""
         if self._event is not None:
             self._event.synchronize()
-        token_ids = self._tensors[0].tolist()
+        all_ids = self._tensors[0].tolist()
+        token_ids = [all_ids[row] for row in self._sampled]
         if len(self._tensors) == 1:
             return StepResult(self._step, token_ids)
         chosen, top_ids, top = (tensor.tolist() for tensor in self._tensors[1:])
-        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
-        for index, row in enumerate(self._rows):
-            count = self._asked[row]
+        logprobs: dict[int, TokenLogprobs] = {}
+        for index, row in enumerate(self._reported):
+            count = self._rules[row].logprobs
             logprobs[row] = TokenLogprobs(chosen[index], top_ids[index][:count], top[index][:count])
-        return StepResult(self._step, token_ids, logprobs)
+        return StepResult(self._step, token_ids, [logprobs.get(row) for row in self._sampled])

@@ -23,7 +23,7 @@ from paceline.kernels.gumbel_argmax import gumbel_argmax, token_ids_of
 from paceline.kernels.top_k_top_p import filter_logits
 from paceline.model.communicator import Communicator
 from paceline.model.shard_plan import Span
-from paceline.worker.batch_state import BatchState, DeviceRows
+from paceline.worker.batch_state import BatchState, HostRows
 from paceline.worker.upload import float_bits, upload_ints
 
 
@@ -32,7 +32,7 @@ class SampledLogprobs:
     """Log-probabilities of the rows that asked, on the device."""
 
     rows: list[int]
-    """Indices among the sampling rows."""
+    """Indices among the step's rows."""
     chosen: torch.Tensor
     """[n] float32."""
     top_ids: torch.Tensor
@@ -43,14 +43,14 @@ class SampledLogprobs:
 
 @dataclass(frozen=True)
 class _Group:
-    """The sampling rows that ask for one thing."""
+    """The rows that ask for one thing."""
 
     rows: list[int]
-    """Indices among the sampling rows."""
+    """Indices among the step's rows."""
     index: torch.Tensor
     """The same on the device, [n] int64."""
     slots: torch.Tensor
-    """[n] int64."""
+    """[n] int32."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Entries:
     """Single logits of this rank's shard, and a value for each."""
 
     rows: torch.Tensor
-    """[n] int64, indices among the sampling rows."""
+    """[n] int64, indices among the step's rows."""
     columns: torch.Tensor
     """[n] int64."""
     values: torch.Tensor
@@ -67,7 +67,7 @@ class _Entries:
 
 @dataclass(frozen=True)
 class _RuledRows:
-    """Which of a step's sampling rows ask for what; kept while the rows stay the same."""
+    """Which of a step's rows ask for what; kept while the rows stay the same."""
 
     penalised: _Group
     biases: _Entries
@@ -79,6 +79,13 @@ class _RuledRows:
     most_logprobs: int
     """How many top log-probabilities the reported rows need."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to do but to choose."""
+        groups = (self.penalised, self.filtered, self.reported)
+        entries = (self.biases, self.held_back)
+        return not (any(group.rows for group in groups) or any(entry.rows.numel() for entry in entries))
+
 
 class Sampler:
     """Samples for one rank, whose logits cover global ids vocab.start on; columns past vocab.length are padding."""
@@ -88,13 +95,34 @@ class Sampler:
         self._communicator = communicator
         self._vocab = vocab
         self._vocab_size = vocab_size
-        self._rows: DeviceRows | None = None
+        self._rows: HostRows | None = None
         self._ruled: _RuledRows | None = None
 
+    def is_plain(self, rows: HostRows) -> bool:
+        """Whether no row asks for more than temperature, so that `choose` alone is enough."""
+        return self._ruled_rows(rows).is_plain
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """Token ids [R] int64, equal on every rank, of the step's rows; logits are local, [R, padded shard width].
+
+        Depends on nothing that the host knows of the rows, so that a CUDA graph can hold it.
+        """
+        state = self._state
+        slots = state.slots(logits.shape[0]).clamp(min=0)
+        keys = gumbel_argmax(
+            logits,
+            state.temperature[slots],
+            state.seeds[slots],
+            state.known_lens[slots],
+            self._vocab.start,
+            self._vocab.length,
+        )
+        return token_ids_of(self._communicator.all_reduce_max(keys))
+
     def sample(
-        self, logits: torch.Tensor, rows: DeviceRows, *, report: bool = True
+        self, logits: torch.Tensor, rows: HostRows, *, report: bool = True
     ) -> tuple[torch.Tensor, SampledLogprobs | None]:
-        """Token ids [S] int64, equal on every rank, of local logits [S, padded shard width] of any float type.
+        """Token ids as `choose` gives them, by each row's rules.
 
         With report come the log-probabilities of the rows that ask for them, None where no row does. Ranks may differ
         in report: the collectives are the same.
@@ -104,28 +132,17 @@ class Sampler:
         if ruled.reported.rows:
             gathered = self._gather(logits.index_select(0, ruled.reported.index).float())
             model_logits = gathered if report else None
-        known_lens = self._state.known_lens[rows.sampled_slots]
-        logits = self._adjust(logits, rows, ruled, known_lens)
-        logits = self._filter(logits, ruled.filtered)
-        keys = gumbel_argmax(
-            logits,
-            self._state.temperature[rows.sampled_slots],
-            self._state.seeds[rows.sampled_slots],
-            known_lens,
-            self._vocab.start,
-            self._vocab.length,
-        )
-        token_ids = token_ids_of(self._communicator.all_reduce_max(keys))
+        token_ids = self.choose(self._filter(self._adjust(logits, rows, ruled), ruled.filtered))
         if model_logits is None:
             return token_ids, None
         return token_ids, _logprobs(model_logits, token_ids, ruled.reported, ruled.most_logprobs)
 
-    def _ruled_rows(self, rows: DeviceRows) -> _RuledRows:
+    def _ruled_rows(self, rows: HostRows) -> _RuledRows:
         if self._ruled is None or self._rows is not rows:
             self._rows, self._ruled = rows, self._upload_rules(rows)
         return self._ruled
 
-    def _upload_rules(self, rows: DeviceRows) -> _RuledRows:
+    def _upload_rules(self, rows: HostRows) -> _RuledRows:
         """Find out what each row asks for, and send it to the device in one transfer."""
         rules = rows.sampling
         groups = [
@@ -140,7 +157,7 @@ class Sampler:
         ]
         held_back = [
             (row, column, until)
-            for row, (slot, rule) in enumerate(zip(rows.sampled_slot_list, rules, strict=True))
+            for row, (slot, rule) in enumerate(zip(rows.rows.slots, rules, strict=True))
             if self._state.host_known[slot] < (until := self._held_until(slot, rule))
             for _, column in self._local_columns(rule.stop_ids)
         ]
@@ -156,9 +173,9 @@ class Sampler:
             ],
             self._state.device,
         )
+        slots = self._state.slots(len(rules))
         penalised, filtered, reported = (
-            _Group(group, index.long(), rows.sampled_slots[index.long()])
-            for group, index in zip(groups, indices, strict=True)
+            _Group(group, index.long(), slots[index.long()]) for group, index in zip(groups, indices, strict=True)
         )
         return _RuledRows(
             penalised=penalised,
@@ -178,23 +195,22 @@ class Sampler:
         columns = ((i, token - self._vocab.start) for i, token in enumerate(token_ids))
         return [(i, column) for i, column in columns if 0 <= column < self._vocab.length]
 
-    def _adjust(
-        self, logits: torch.Tensor, rows: DeviceRows, ruled: _RuledRows, known_lens: torch.Tensor
-    ) -> torch.Tensor:
-        """Apply penalties, bias and held-back ids to the rows that have them; known_lens [S] is the sampling rows'."""
+    def _adjust(self, logits: torch.Tensor, rows: HostRows, ruled: _RuledRows) -> torch.Tensor:
+        """Apply penalties, bias and held-back ids to the rows that have them."""
         penalised, biases, held_back = ruled.penalised, ruled.biases, ruled.held_back
         if not (penalised.rows or biases.rows.numel() or held_back.rows.numel()):
             return logits
         logits = logits.float()
         if penalised.rows:
-            longest = max(self._state.host_known[rows.sampled_slot_list[row]] for row in penalised.rows)
+            longest = max(self._state.host_known[rows.rows.slots[row]] for row in penalised.rows)
             chosen = self._penalise(logits.index_select(0, penalised.index), penalised.slots, longest)
             logits.index_copy_(0, penalised.index, chosen)
         if biases.rows.numel():
             logits[biases.rows, biases.columns] += biases.values
         if held_back.rows.numel():
             # Filled by a mask: a number assigned by index would be copied to the device, which waits for it.
-            held = known_lens[held_back.rows] < held_back.values
+            known_lens = self._state.known_lens[self._state.slots(logits.shape[0])[held_back.rows]]
+            held = known_lens < held_back.values
             kept = logits[held_back.rows, held_back.columns].masked_fill_(held, float("-inf"))
             logits[held_back.rows, held_back.columns] = kept
         return logits

@@ -27,3 +27,8 @@ def upload_ints(sequences: Sequence[Sequence[int]], device: torch.device) -> lis
 def float_bits(values: Sequence[float]) -> array[int]:
     """Float32 values as integers of the same bits, for upload_ints; on the device, view the tensor as float32."""
     return array("i", array("f", values).tobytes())
+
+
+def long_bits(value: int) -> array[int]:
+    """A signed 64-bit integer as two integers of the same bits, for upload_ints."""
+    return array("i", array("q", [value]).tobytes())

@@ -12,15 +12,17 @@ from paceline.coordinator.errors import EngineError, InputError
 from paceline.coordinator.messages import Admission, Limits, RowSampling, StepPlan, StepRows
 from paceline.model.config import ModelConfig
 from paceline.model.context import KVCache
+from paceline.model.decoder import Hidden
 from paceline.model.rope import check_max_model_len
 from paceline.model.shard_plan import ShardPlan
 from paceline.model.shard_reader import StopFlag
 from paceline.model.weights import load_model
-from paceline.worker.batch_state import GREEDY, BatchState, DeviceRows
+from paceline.worker.batch_state import GREEDY, BatchState, HostRows, StepShape
 from paceline.worker.memory import size_cache
 from paceline.worker.pending import PendingResult
 from paceline.worker.ranks import RankGroup
 from paceline.worker.sampler import SampledLogprobs, Sampler
+from paceline.worker.step_graphs import StepGraphs
 
 CPU_WARM_UP_TOKENS = 4
 EVERY_RULE = RowSampling(
@@ -57,6 +59,8 @@ class Worker:
         self._config = config
         self._ranks = ranks
         self._copy_stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+        self._step_graphs: StepGraphs[torch.Tensor] | None = None
+        self._hidden_graphs: StepGraphs[Hidden] | None = None
         with ranks.together():
             self._read_config()
         with ranks.together() as stop:
@@ -70,6 +74,8 @@ class Worker:
         self.limits = Limits(self.model_config.vocab_size, self._max_model_len, num_blocks)
         with ranks.together():
             self._kv_caches = self._make_caches(num_blocks)
+        if ranks.device.type == "cuda":
+            self._capture_graphs()
 
     def _read_config(self) -> None:
         self.model_config = ModelConfig.from_folder(Path(self._config.model))
@@ -155,31 +161,56 @@ class Worker:
         return size_cache(self._config, self._ranks.device, block_bytes, self._max_model_len, in_use, self._ranks.size)
 
     @torch.inference_mode()
+    def _capture_graphs(self) -> None:
+        shared = self.state, self._config.max_batched_tokens, torch.cuda.graph_pool_handle()
+        self._step_graphs = StepGraphs(self._launch_step, *shared)
+        self._hidden_graphs = StepGraphs(self._launch_hidden, *shared)
+        self._step_graphs.capture_decodes()
+
+    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingResult:
         """Start one step on the rank that reads its result; on a GPU this returns while it runs."""
         rows, token_ids, logprobs = self._run(plan, report=True)
-        asked = [rule.logprobs for rule in rows.sampling]
-        return PendingResult(plan.step, token_ids, logprobs, asked, self._copy_stream)
+        return PendingResult(plan.step, token_ids, logprobs, rows, self._copy_stream)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
         """Start the same step on any other rank, where nothing of its result is brought to the host."""
         self._run(plan, report=False)
 
-    def _run(self, plan: StepPlan, report: bool) -> tuple[DeviceRows, torch.Tensor, SampledLogprobs | None]:
-        """The rows, the token ids [S] sampled for them, and with report the log-probabilities that they ask for."""
+    def _run(self, plan: StepPlan, report: bool) -> tuple[HostRows, torch.Tensor, SampledLogprobs | None]:
+        """The rows, token ids [R or more] of them, and with report the log-probabilities that they ask for."""
         rows = self.state.apply(plan)
-        input_ids, context = self.state.inputs(rows, self._kv_caches)
         if self._config.check_lockstep:
-            self._check_lockstep(_Lockstep(plan.step, len(rows.rows.slots), rows.num_tokens))
-        hidden = self._model(input_ids, context)
-        if not rows.sampled_slot_list:
-            token_ids, logprobs = input_ids[:0], None
+            self._check_lockstep(_Lockstep(plan.step, rows.shape.num_rows, rows.shape.num_tokens))
+        logprobs = None
+        if self._sampler.is_plain(rows):
+            token_ids = self._run_whole(rows.shape)
         else:
-            logits = self._model.compute_logits(hidden, context)
+            hidden = None if self._hidden_graphs is None else self._hidden_graphs.run(rows.shape)
+            hidden = self._launch_hidden(rows.shape) if hidden is None else hidden
+            logits = self._model.logits(*hidden)[: rows.shape.num_rows]
             token_ids, logprobs = self._sampler.sample(logits, rows, report=report)
-        self.state.advance(rows, token_ids)
+            self.state.advance(rows.shape, token_ids)
+        self.state.count(rows)
         return rows, token_ids, logprobs
+
+    def _run_whole(self, shape: StepShape) -> torch.Tensor:
+        token_ids = None if self._step_graphs is None else self._step_graphs.run(shape)
+        # The next step overwrites a graph's result.
+        return self._launch_step(shape) if token_ids is None else token_ids.clone()
+
+    def _launch_step(self, shape: StepShape) -> torch.Tensor:
+        """A whole step of rows that ask for nothing special: token ids [R]."""
+        token_ids = self._sampler.choose(self._model.logits(*self._launch_hidden(shape)))
+        self.state.advance(shape, token_ids)
+        return token_ids
+
+    def _launch_hidden(self, shape: StepShape) -> Hidden:
+        """A step without its sampling: what the logits of its rows come from."""
+        input_ids, context = self.state.inputs(shape, self._kv_caches)
+        hidden: Hidden = self._model(input_ids, context)
+        return hidden
 
     def _check_lockstep(self, mine: _Lockstep) -> None:
         """Raise EngineError where another rank runs another step than this one (a debugging aid; it synchronises)."""

@@ -12,15 +12,14 @@ from paceline.kernels.paged_attention import paged_attention
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    ("seq_lens", "query_lens", "num_decode_rows"),
-    [([40, 7], [1, 1], 2), ([40, 7], [33, 7], 0), ([40, 7, 30, 50], [1, 1, 30, 20], 2), ([9, 1], [1, 1], 1)],
+    ("seq_lens", "query_lens"),
+    [([40, 7], [1, 1]), ([40, 7], [33, 7]), ([40, 7, 30, 50], [1, 7, 1, 20]), ([9, 1], [1, 1])],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mixed_step(
     where: str,
     seq_lens: list[int],
     query_lens: list[int],
-    num_decode_rows: int,
     dtype: torch.dtype,
     make_rows: Callable,
     assert_attention: Callable,
@@ -33,11 +32,9 @@ def test_mixed_step(
         rows.k_cache,
         rows.v_cache,
         block_tables=rows.block_tables,
+        row_slots=torch.arange(len(seq_lens), dtype=torch.int32, device=device),
         seq_lens=rows.seq_lens,
         query_start=torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32).to(device),
-        num_decode_rows=num_decode_rows,
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
         scale=0.125,
     )
     assert_attention(out, rows.expected(q, query_lens, 0.125))

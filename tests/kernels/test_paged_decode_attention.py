@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from paceline.kernels import decode_work
+from paceline.kernels.decode_work import plan_decode
 from paceline.kernels.paged_decode_attention import (
     paged_decode_attention,
     paged_decode_attention_reference,
@@ -16,25 +18,51 @@ from paceline.kernels.paged_decode_attention import (
 SHAPES = [(9, 3, 64), (14, 2, 64), (4, 2, 128), (8, 2, 80), (2, 2, 16), (5, 1, 96), (1, 1, 256)]
 
 
+@pytest.fixture
+def decode() -> Callable[..., torch.Tensor]:
+    """Run the reference, the kernel, or what chooses between them, for rows in the order of their slots."""
+
+    def run(which: str, q: torch.Tensor, rows: object, scale: float) -> torch.Tensor:
+        num_rows = rows.seq_lens.shape[0]
+        ids = torch.arange(num_rows + 1, dtype=torch.int32, device=q.device)
+        out = torch.full_like(q, float("nan"))
+        tensors = (q, rows.k_cache, rows.v_cache, rows.block_tables, ids[:-1], ids, rows.seq_lens, scale, out)
+        if which == "reference":
+            paged_decode_attention_reference(*tensors)
+        elif which == "kernel":
+            paged_decode_attention_triton(*tensors, plan_decode(ids, rows.seq_lens, rows.k_cache.shape[2]))
+        else:
+            paged_decode_attention(*tensors)
+        return out
+
+    return run
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reference(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, make_rows: Callable, assert_attention: Callable
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    make_rows: Callable,
+    decode: Callable,
+    assert_attention: Callable,
 ) -> None:
     for seq_lens in ([1], [33, 33], [1, 16, 100, 65, 17]):
         rows = make_rows(seq_lens, kv_heads, head_dim, dtype, where=torch.device("cpu"))
         q = torch.randn(len(seq_lens), heads, head_dim).to(dtype)
-        out = torch.empty_like(q)
-        paged_decode_attention_reference(q, rows.k_cache, rows.v_cache, rows.block_tables, rows.seq_lens, 0.125, out)
+        out = decode("reference", q, rows, 0.125)
         assert_attention(out, rows.expected(q, [1] * len(seq_lens), 0.125))
 
 
-def test_reference_with_more_rows_than_it_gathers_at_once(make_rows: Callable, assert_attention: Callable) -> None:
+def test_reference_with_more_rows_than_it_gathers_at_once(
+    make_rows: Callable, decode: Callable, assert_attention: Callable
+) -> None:
     seq_lens = [2000, 3000, 2500, 1]
     rows = make_rows(seq_lens, 2, 128, torch.float32, where=torch.device("cpu"))
     q = torch.randn(4, 2, 128)
-    out = paged_decode_attention(q, rows.k_cache, rows.v_cache, rows.block_tables, rows.seq_lens, 0.1, 3000)
-    assert_attention(out, rows.expected(q, [1] * 4, 0.1))
+    assert_attention(decode("", q, rows, 0.1), rows.expected(q, [1] * 4, 0.1))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
@@ -45,38 +73,81 @@ def test_kernel(
     head_dim: int,
     dtype: torch.dtype,
     make_rows: Callable,
+    decode: Callable,
     assert_attention: Callable,
     device: torch.device,
 ) -> None:
     seq_lens = [1, 64, 100]
     rows = make_rows(seq_lens, kv_heads, head_dim, dtype)
     q = torch.randn(len(seq_lens), heads, head_dim, device=device).to(dtype)
-    out = torch.empty_like(q)
-    paged_decode_attention_triton(q, rows.k_cache, rows.v_cache, rows.block_tables, rows.seq_lens, 0.125, 1, out)
+    out = decode("kernel", q, rows, 0.125)
     assert_attention(out, rows.expected(q, [1] * len(seq_lens), 0.125))
 
 
-@pytest.mark.parametrize("splits", [2, 4, 8])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(7, 1), (6, 3)])
 @pytest.mark.parametrize("block_size", [1, 16, 128])
-def test_kernel_with_split_rows(
-    splits: int, block_size: int, make_rows: Callable, assert_attention: Callable, device: torch.device
+def test_kernel_with_rows_of_several_chunks(
+    heads: int,
+    kv_heads: int,
+    block_size: int,
+    make_rows: Callable,
+    decode: Callable,
+    assert_attention: Callable,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seq_lens = [1, 280, 65]
-    rows = make_rows(seq_lens, 1, 80, torch.float32, block_size)
-    q = torch.randn(len(seq_lens), 7, 80, device=device)
-    out = torch.empty_like(q)
-    paged_decode_attention_triton(q, rows.k_cache, rows.v_cache, rows.block_tables, rows.seq_lens, 0.125, splits, out)
-    assert_attention(out, rows.expected(q, [1] * len(seq_lens), 0.125))
+    """With chunks this short a row has up to twelve, more than are combined at once."""
+    monkeypatch.setattr(decode_work, "MIN_CHUNK", 64)
+    monkeypatch.setattr(decode_work, "PROGRAMS_PER_PROCESSOR", 16)
+    seq_lens = [1, 700, 65, 128]
+    rows = make_rows(seq_lens, kv_heads, 80, torch.float32, block_size)
+    q = torch.randn(len(seq_lens), heads, 80, device=device)
+    for _ in range(2):  # the second time with what the first left in memory
+        out = decode("kernel", q, rows, 0.125)
+        assert_attention(out, rows.expected(q, [1] * len(seq_lens), 0.125))
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_kernel_gives_zero_for_a_padding_row(splits: int, make_rows: Callable, device: torch.device) -> None:
-    rows = make_rows([0, 5], 1, 16, torch.float32)
-    q = torch.randn(2, 2, 16, device=device)
-    out = torch.empty_like(q)
-    paged_decode_attention_triton(q, rows.k_cache, rows.v_cache, rows.block_tables, rows.seq_lens, 1.0, splits, out)
-    assert not out[0].any()
-    assert out[1].isfinite().all()
+@pytest.mark.parametrize("which", ["reference", "kernel"])
+def test_rows_of_no_and_of_several_tokens_are_left_alone(
+    which: str, make_rows: Callable, assert_attention: Callable, device: torch.device
+) -> None:
+    """Also, a row's table is that of its slot, whatever its place among the rows."""
+    where = device if which == "kernel" else torch.device("cpu")
+    rows = make_rows([200, 40, 7], 1, 16, torch.float32, where=where)
+    q = torch.randn(5, 2, 16, device=where)
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=where)
+
+    out = torch.full_like(q, float("nan"))
+    # Slot 2 with one token, slot 0 with two, slot 1 with one, and a padding row; the last token is nobody's.
+    query_start, seq_lens = ints(0, 1, 3, 4, 4), ints(7, 200, 40, 0)
+    tensors = (q, rows.k_cache, rows.v_cache, rows.block_tables, ints(2, 0, 1, -1), query_start, seq_lens, 0.25, out)
+    if which == "kernel":
+        paged_decode_attention_triton(*tensors, plan_decode(query_start, seq_lens, 1))
+    else:
+        paged_decode_attention_reference(*tensors)
+    assert out[[1, 2, 4]].isnan().all()
+    by_slot = rows.expected(q[[1, 3, 0]], [1, 1, 1], 0.25)
+    assert_attention(out[[0, 3]], by_slot[[2, 1]])
+
+
+def test_chunks_cover_every_row_once_and_are_about_equal(device: torch.device) -> None:
+    seq_lens = [1, 5000, 130, 0, 128, 2048]
+    query_lens = [1, 1, 1, 0, 2, 1]
+    starts = torch.tensor([0, *query_lens], device=device).cumsum(0).to(torch.int32)
+    work = plan_decode(starts, torch.tensor(seq_lens, dtype=torch.int32, device=device), 2)
+    length = int(work.chunk_len)
+    assert length % decode_work.BLOCK_N == 0
+    pieces = [(row, chunk) for row, chunk in zip(work.rows.tolist(), work.chunks.tolist(), strict=True) if row >= 0]
+    expected = [
+        (row, chunk)
+        for row, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True))
+        if query_len == 1
+        for chunk in range(-(-seq_len // length))
+    ]
+    assert pieces == expected
+    assert not work.arrivals.any()
 
 
 @pytest.mark.gpu
@@ -90,12 +161,10 @@ def test_large(
     head_dim: int,
     seq_lens: list[int],
     make_rows: Callable,
+    decode: Callable,
     assert_attention: Callable,
 ) -> None:
     rows = make_rows(seq_lens, kv_heads, head_dim, dtype)
     q = torch.randn(len(seq_lens), heads, head_dim, device="cuda").to(dtype)
     scale = head_dim**-0.5
-    out = paged_decode_attention(
-        q, rows.k_cache, rows.v_cache, rows.block_tables, rows.seq_lens, scale, max(seq_lens) + 100
-    )
-    assert_attention(out, rows.expected(q, [1] * len(seq_lens), scale))
+    assert_attention(decode("", q, rows, scale), rows.expected(q, [1] * len(seq_lens), scale))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline.kernels.prepare_inputs import prepare_inputs_reference, prepare_inputs_triton
+from paceline.kernels.prepare_inputs import StepInputs, prepare_inputs_reference, prepare_inputs_triton
 
-Prepare = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+Prepare = Callable[..., StepInputs]
 
 
 @pytest.mark.parametrize("prepare", [prepare_inputs_reference, prepare_inputs_triton])
@@ -25,7 +25,7 @@ def test_every_token_of_every_row(
     token_table = torch.randint(50000, (num_slots, 200), dtype=torch.int32)
     computed_lens = torch.randint(60, (num_slots,), dtype=torch.int32)
     block_tables = torch.randint(2**26, (num_slots, -(-200 // block_size)), dtype=torch.int32)
-    slots = torch.randperm(num_slots)[: len(query_lens)]
+    slots = torch.randperm(num_slots, dtype=torch.int32)[: len(query_lens)]
     query_start = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
 
     expected = []
@@ -37,5 +37,20 @@ def test_every_token_of_every_row(
 
     tensors = (tensor.to(device) for tensor in (token_table, computed_lens, block_tables, slots, query_start))
     outputs = prepare(*tensors, num_tokens, block_size)
-    assert [output.dtype for output in outputs] == [torch.int64, torch.int32, torch.int64]
-    assert list(zip(*(output.tolist() for output in outputs), strict=True)) == expected
+    assert [output.dtype for output in outputs] == [torch.int64, torch.int32, torch.int64, torch.int32, torch.int64]
+    tokens = (outputs.input_ids, outputs.positions, outputs.slot_mapping)
+    assert list(zip(*(output.tolist() for output in tokens), strict=True)) == expected
+    assert outputs.seq_lens.tolist() == (computed_lens[slots] + torch.tensor(query_lens)).tolist()
+    assert outputs.last_tokens.tolist() == (query_start[1:] - 1).tolist()
+
+
+@pytest.mark.parametrize("prepare", [prepare_inputs_reference, prepare_inputs_triton])
+def test_padding_rows_run_nothing(prepare: Prepare, device: torch.device) -> None:
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    tables = torch.ones(2, 8, dtype=torch.int32, device=device), ints(3, 5), ints(7, 9)[:, None]
+    outputs = prepare(*tables, ints(1, -1, -1), ints(0, 1, 1, 1), 3, 16)
+    assert outputs.slot_mapping.tolist() == [9 * 16 + 5, -1, -1]
+    assert outputs.seq_lens.tolist() == [6, 0, 0]
+    assert outputs.last_tokens.tolist() == [0, 0, 0]

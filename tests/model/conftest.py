@@ -59,15 +59,13 @@ class PagedRows:
             slot_mapping=torch.tensor(slots),
             query_start=torch.tensor(starts, dtype=torch.int32),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            block_tables=self._block_tables[chosen],
-            logits_rows=torch.arange(len(ids)),
+            block_tables=self._block_tables,
+            row_slots=torch.tensor(chosen, dtype=torch.int32),
+            logits_tokens=None,
             kv_caches=self.kv_caches,
-            num_decode_rows=sum(count == 1 for _, count in counts),
-            max_query_len=max(count for _, count in counts),
-            max_seq_len=max(seq_lens),
         )
         with torch.inference_mode():
-            local = self._model.compute_logits(self._model(torch.tensor(ids), ctx), ctx)
+            local = self._model.logits(*self._model(torch.tensor(ids), ctx))
             whole = self._comm.all_gather(local)[:, : self._model.config.vocab_size]
         return list(whole.split([count for _, count in counts]))
 

@@ -78,14 +78,12 @@ def float32_logits(folder: Path, token_ids: Sequence[int], first: int) -> torch.
         query_start=torch.tensor([0, length], dtype=torch.int32),
         seq_lens=torch.tensor([length], dtype=torch.int32),
         block_tables=torch.arange(blocks, dtype=torch.int32)[None],
-        logits_rows=torch.arange(first, length),
+        row_slots=torch.tensor([0], dtype=torch.int32),
+        logits_tokens=torch.arange(first, length),
         kv_caches=[(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_hidden_layers)],
-        num_decode_rows=0,
-        max_query_len=length,
-        max_seq_len=length,
     )
     with torch.inference_mode():
-        return model.compute_logits(model(torch.tensor(token_ids), context), context)
+        return model.logits(*model(torch.tensor(token_ids), context))
 
 
 GENERATE = """

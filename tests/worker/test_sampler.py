@@ -263,11 +263,12 @@ class Steps:
 
     def run(self, plan: StepPlan) -> list[int]:
         rows = self.state.apply(plan)
-        logits = torch.zeros(len(rows.sampled_slot_list), VOCAB)
+        logits = torch.zeros(rows.shape.num_rows, VOCAB)
         logits[:, 1:4] = torch.tensor([7.0, 8.0, 9.0])
         token_ids, _ = self._sampler.sample(logits, rows)
-        self.state.advance(rows, token_ids)
-        return token_ids.tolist()
+        self.state.advance(rows.shape, token_ids)
+        self.state.count(rows)
+        return [int(token_ids[row]) for row in rows.sampled]
 
 
 def test_rules_that_depend_on_the_history_follow_it_while_the_rows_stay_the_same() -> None:
@@ -312,13 +313,13 @@ def test_no_rule_makes_a_step_wait_for_the_gpu(mixed: tuple[torch.Tensor, list[R
     state = BatchState(len(rows), 64, 16, device)
     sampler = Sampler(state, SingleRank(), Span.whole(VOCAB), VOCAB)
     stream = torch.cuda.Stream(device)
-    asked = [rule.logprobs for rule in MIXED_RULES]
 
     def step() -> PendingResult:
         device_rows = state.apply(plan_of(rows))
         token_ids, logprobs = sampler.sample(logits, device_rows)
-        state.advance(device_rows, token_ids)
-        return PendingResult(0, token_ids, logprobs, asked, stream)
+        state.advance(device_rows.shape, token_ids)
+        state.count(device_rows)
+        return PendingResult(0, token_ids, logprobs, device_rows, stream)
 
     expected = step().result()  # compiles, which waits
     torch.cuda.set_sync_debug_mode("error")
