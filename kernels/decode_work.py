@@ -58,7 +58,7 @@ def plan_decode(query_start: torch.Tensor, seq_lens: torch.Tensor, kv_heads: int
         programs,
         MIN_CHUNK,
         BLOCK_N,
-        triton.next_power_of_2(num_rows),
+        triton.next_power_of_2(max(num_rows, _BLOCK)),
         _BLOCK,
         num_warps=4,
     )

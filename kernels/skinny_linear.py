@@ -182,7 +182,7 @@ def _row_kernel(
     tl.store(out_ptr + columns, acc.to(out_ptr.dtype.element_ty), mask=columns < num_columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _skinny_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,

@@ -39,7 +39,7 @@ class StepGraphs(Generic[Result]):
         self._token_sizes = token_sizes(min(max_tokens, MAX_TOKENS))
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Result]] = {}
         self._pool: Any = pool  # torch has no name for its type
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(self._device)
 
     def capture_decodes(self) -> None:
         """Record the decoding steps of all sizes, the largest first, whose memory the others then share."""

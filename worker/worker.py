@@ -132,9 +132,10 @@ class Worker:
         kernels; on the CPU, where memory is not the limit, small steps do.
         """
         on_gpu = self._ranks.device.type == "cuda"
-        self._kv_caches = self._make_caches(1)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._ranks.device)
+            weights = torch.cuda.memory_allocated(self._ranks.device)
+        self._kv_caches = self._make_caches(1)
         tokens = self._config.max_batched_tokens if on_gpu else min(CPU_WARM_UP_TOKENS, self._config.max_batched_tokens)
         query_len = min(tokens, self._max_model_len - 1)  # the sampled token needs a place too
         prompts = min(tokens // query_len, self._config.max_num_seqs)
@@ -152,7 +153,8 @@ class Worker:
             return sum(parameter.nbytes for parameter in self._model.parameters())
         peak = torch.cuda.max_memory_allocated(self._ranks.device)
         torch.cuda.empty_cache()
-        return peak
+        # CUDA graphs keep a workspace of their own beside that of the steps that are too large for one.
+        return peak + (peak - weights)
 
     def _count_blocks(self, in_use: int) -> int:
         block_size, kv_heads, head_dim = self._block_shape()
