@@ -21,20 +21,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import report
 import torch
+from loading_phases import count_mapped_bytes, phases, watch_loading
 
-from paceline.model import checkpoint_files, shard_reader, staging, weights
+from paceline.model import staging
 from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
-from paceline.model.coverage import Coverage
 from paceline.model.ledger import get_parameter, tensor_targets
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.staging import PIECE_BYTES, num_readers
+from paceline.model.weights import load_model
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -214,30 +215,6 @@ def run_rounds(
         yield [json.loads(process.communicate()[0]) for process in processes]
 
 
-class Stopwatch:
-    """Seconds that chosen functions took, by the name of what they do, over all threads."""
-
-    def __init__(self) -> None:
-        self._calls: dict[str, list[float]] = {}
-
-    def watch(self, name: str, owner: Any, attribute: str) -> None:
-        """From now on time a function's calls."""
-        function: Callable[..., Any] = getattr(owner, attribute)
-        calls = self._calls.setdefault(name, [])
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                calls.append(time.perf_counter() - start)
-
-        setattr(owner, attribute, timed)
-
-    def __getitem__(self, name: str) -> float:
-        return sum(self._calls[name])
-
-
 def load_as_rank(folder: Path, device_name: str, rank: int, size: int) -> None:
     """One rank's process: wait for the word, load, and print what it took."""
     device = (
@@ -251,7 +228,7 @@ def load_as_rank(folder: Path, device_name: str, rank: int, size: int) -> None:
     print("ready", flush=True)
     sys.stdin.readline()
     before, start = counters(), time.perf_counter()
-    model = weights.load_model(folder, config, comm, device, torch.bfloat16, max_model_len=4096)
+    model = load_model(folder, config, comm, device, torch.bfloat16, max_model_len=4096)
     loaded = time.perf_counter()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -266,56 +243,6 @@ def load_as_rank(folder: Path, device_name: str, rank: int, size: int) -> None:
         "phases": phases(watch, end - start, end - loaded),
     }
     print(json.dumps(result))
-
-
-def watch_loading(config: ModelConfig) -> Stopwatch:
-    watch = Stopwatch()
-    watch.watch("model", MODEL_CLASSES[config.architecture], "__init__")
-    watch.watch("headers", checkpoint_files.CheckpointFiles, "__init__")
-    watch.watch("ledger", weights.Ledger, "enter")
-    watch.watch("parameters", weights, "_materialise")
-    watch.watch("pinning", staging.StagingMemory, "_allocate")
-    watch.watch("buffers", staging.StagingMemory, "buffers")
-    watch.watch("run", shard_reader.ShardReader, "run")
-    watch.watch("start", shard_reader._Buffer, "start")
-    watch.watch("read", checkpoint_files.StoredTensor, "read")
-    watch.watch("finish", shard_reader._Buffer, "finish")
-    watch.watch("coverage", Coverage, "faults")
-    return watch
-
-
-def phases(watch: Stopwatch, total: float, last: float) -> dict[str, float]:
-    """Seconds of each step of load_model; those of the threads that read are a thread's mean."""
-    steps = {
-        "model without memory": watch["model"],
-        "headers and ledger": watch["headers"] + watch["ledger"],
-        "memory for parameters": watch["parameters"],
-        "waiting for pinned memory": watch["buffers"],
-        "reading and copying": watch["run"] - watch["buffers"],
-        "coverage": watch["coverage"],
-        "last synchronisation": last,
-    }
-    steps["everything else"] = total - sum(steps.values())
-    threads = num_readers()
-    return {
-        **steps,
-        "(beside these: pinning": watch["pinning"],
-        "a thread's reads": watch["read"] / threads,
-        "its launches": (watch["start"] - watch["read"]) / threads,
-        "its waits for copies)": watch["finish"] / threads,
-    }
-
-
-def count_mapped_bytes() -> list[int]:
-    """Sizes of the parts copied from mapped files, from now on."""
-    copy, sizes = checkpoint_files.copy_mapped_columns, []
-
-    def counted(descriptor: int, first: int, pitch: int, out: Any) -> bool:
-        sizes.append(out.nbytes)
-        return copy(descriptor, first, pitch, out)
-
-    checkpoint_files.copy_mapped_columns = counted
-    return sizes
 
 
 def counters() -> dict[str, int]:

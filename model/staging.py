@@ -10,6 +10,8 @@ import torch
 READERS = 8
 BUFFERS_PER_READER = 2
 PIECE_BYTES = 8 << 20
+_ALIGNMENT = 256
+"""Of each buffer, so that it can hold elements of any type."""
 
 
 class StagingMemory:
@@ -25,7 +27,11 @@ class StagingMemory:
         pool.shutdown(wait=False)
 
     def buffers(self, count: int, size: int) -> list[torch.Tensor]:
-        """So many of uint8, for one user at a time; RuntimeError where the system does not give the memory."""
+        """So many of uint8 and of at least that size, for one user at a time.
+
+        RuntimeError where the system does not give the memory.
+        """
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
         memory = self._usual.result()
         if count * size > len(memory):
             memory = self._allocate(count * size)
