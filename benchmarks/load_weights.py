@@ -1,11 +1,14 @@
 """How fast a checkpoint of Qwen3-8B's shape is loaded, beside a plain parallel read of the same files.
 
-    ./launch.sh bench load_weights [--folder DIR] [--device cuda] [--write]
+    ./launch.sh bench load_weights [--folder DIR] [--device cuda] [--warm-only] [--write]
 
 Writes the checkpoint to --folder first (16.4 GB, kept for the next run), which must be on a local disk. The plain read
 has as many threads as the loader and reads pieces of the same size into memory that it throws away. `cold` is after the
 system was asked to forget the files (the storage column says how much then came from the disk), `warm` after they were
 read once. Each rank is a process of its own, on a GPU of its own where there are enough.
+
+Below a warm load stands what its time went to. What was read counts both what the rank asked of the system (rchar) and
+what it copied from mapped files.
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ from typing import Any
 
 import report
 import torch
+from loading_phases import count_mapped_bytes, phases, watch_loading
 
+from paceline.model import staging
 from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.ledger import get_parameter, tensor_targets
 from paceline.model.registry import MODEL_CLASSES
-from paceline.model.shard_reader import PIECE_BYTES, READERS
+from paceline.model.staging import PIECE_BYTES, num_readers
 from paceline.model.weights import load_model
 
 CONFIG = {
@@ -54,9 +59,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"], help="fewer make a smaller model")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm-only", action="store_true", help="leave out reading from the disk")
+    parser.add_argument("--readers", type=int, default=staging.READERS, help="at most so many threads a rank")
     parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results")
     parser.add_argument("--rank", type=int, nargs=2, metavar=("RANK", "SIZE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    staging.READERS = arguments.readers
     if arguments.rank is not None:
         load_as_rank(arguments.folder, arguments.device, *arguments.rank)
         return
@@ -65,24 +73,28 @@ def main() -> None:
     folder = arguments.folder / f"{arguments.layers}-layers"
     write_checkpoint(folder, {**CONFIG, "num_hidden_layers": arguments.layers})
     files = sorted(folder.glob("*.safetensors"))
-    figures = [figure for cold in (True, False) for figure in measure(folder, files, cold, arguments)]
+    caches = (False,) if arguments.warm_only else (True, False)
+    figures = [figure for cold in caches for figure in measure(folder, files, cold, arguments)]
     if arguments.write:
-        report.write("load_weights", {"device": arguments.device, "layers": arguments.layers, "figures": figures})
+        settings = {"device": arguments.device, "layers": arguments.layers, "threads": num_readers()}
+        report.write("load_weights", {**settings, "figures": figures})
 
 
 def measure(folder: Path, files: list[Path], cold: bool, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Print and give the plain read, then the loading at each number of ranks; the median of the rounds."""
     cache = "cold" if cold else "warm"
-    plain = statistics.median(plain_read(files, cold) for _ in range(arguments.rounds))
+    if not cold:
+        plain_read(files)
+    plain = statistics.median(timed_plain_read(files, cold) for _ in range(arguments.rounds))
     size = sum(path.stat().st_size for path in files)
     print(
-        f"{cache}: plain read with {READERS} threads  {size / 1e9:.2f} GB  {plain:.2f} s  {size / plain / 1e9:.2f} GB/s"
+        f"{cache}: plain read with {num_readers()} threads  {size / 1e9:.2f} GB  {plain:.2f} s  "
+        f"{size / plain / 1e9:.2f} GB/s"
     )
     yield {"cache": cache, "ranks": 0, "bytes": size, "seconds": plain}
     for ranks in arguments.ranks:
-        rounds = [run_ranks(folder, files, cold, arguments.device, ranks) for _ in range(arguments.rounds)]
-        slowest = [max(results, key=lambda result: result["seconds"]) for results in rounds]
-        middle = sorted(slowest, key=lambda result: result["seconds"])[len(slowest) // 2]
+        slowest = [max(results, key=_seconds) for results in run_rounds(folder, files, cold, ranks, arguments)]
+        middle = sorted(slowest, key=_seconds)[len(slowest) // 2]
         rate = middle["bytes"] / middle["seconds"]
         print(
             f"{cache}: {ranks} rank{'s' if ranks > 1 else ''}, the slowest  {middle['bytes'] / 1e9:.2f} GB  "
@@ -90,7 +102,14 @@ def measure(folder: Path, files: list[Path], cold: bool, arguments: argparse.Nam
             f"{middle['read'] / middle['bytes']:.3f} bytes read for each of the shard, "
             f"{middle['storage'] / 1e9:.2f} GB from storage"
         )
+        if not cold:
+            print("    " + ", ".join(f"{phase} {1000 * part:.0f} ms" for phase, part in middle["phases"].items()))
         yield {"cache": cache, "ranks": ranks, **middle, "share_of_plain_read": rate * plain / size}
+
+
+def _seconds(result: dict[str, Any]) -> float:
+    seconds: float = result["seconds"]
+    return seconds
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
@@ -129,20 +148,21 @@ def write_file(path: Path, header: dict[str, Any], size: int, block: memoryview)
         os.fsync(file.fileno())
 
 
-def prepare_cache(files: list[Path], cold: bool) -> None:
-    """Have the system forget the files, or know them."""
+def forget(files: list[Path]) -> None:
+    """Ask the system to drop the files from its cache."""
     for path in files:
         with path.open("rb") as file:
-            if cold:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            else:
-                while file.read(PIECE_BYTES):
-                    pass
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def plain_read(files: list[Path], cold: bool) -> float:
+def timed_plain_read(files: list[Path], cold: bool) -> float:
+    if cold:
+        forget(files)
+    return plain_read(files)
+
+
+def plain_read(files: list[Path]) -> float:
     """Seconds to read all files once, in pieces that threads take in turn."""
-    prepare_cache(files, cold)
     pieces = iter([(path, start) for path in files for start in range(0, path.stat().st_size, PIECE_BYTES)])
     descriptors = {path: os.open(path, os.O_RDONLY) for path in files}
     lock = threading.Lock()
@@ -156,7 +176,7 @@ def plain_read(files: list[Path], cold: bool) -> float:
                 return
             os.preadv(descriptors[piece[0]], [buffer], piece[1])
 
-    threads = [threading.Thread(target=work) for _ in range(READERS)]
+    threads = [threading.Thread(target=work) for _ in range(num_readers())]
     start = time.perf_counter()
     for thread in threads:
         thread.start()
@@ -168,20 +188,31 @@ def plain_read(files: list[Path], cold: bool) -> float:
     return seconds
 
 
-def run_ranks(folder: Path, files: list[Path], cold: bool, device: str, size: int) -> list[dict[str, Any]]:
-    """Load in so many processes at once, which begin together; what each says of itself."""
-    command = [sys.executable, __file__, "--folder", str(folder), "--device", device, "--rank"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for rank in range(size)
+def run_rounds(
+    folder: Path, files: list[Path], cold: bool, size: int, arguments: argparse.Namespace
+) -> Iterator[list[dict[str, Any]]]:
+    """For each round, load in so many processes at once, which begin together; what each says of itself.
+
+    The processes of all rounds are started first, since that takes longer than to load; then each waits for its round.
+    """
+    command = [sys.executable, __file__, "--folder", str(folder), "--device", arguments.device]
+    command += ["--readers", str(arguments.readers), "--rank"]
+    rounds = [
+        [
+            subprocess.Popen([*command, str(rank), str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for rank in range(size)
+        ]
+        for _ in range(arguments.rounds)
     ]
-    for process in processes:
+    for process in (process for processes in rounds for process in processes):
         process.stdout.readline()  # it is ready
-    prepare_cache(files, cold)
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    return [json.loads(process.communicate()[0]) for process in processes]
+    for processes in rounds:
+        if cold:
+            forget(files)
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        yield [json.loads(process.communicate()[0]) for process in processes]
 
 
 def load_as_rank(folder: Path, device_name: str, rank: int, size: int) -> None:
@@ -193,20 +224,23 @@ def load_as_rank(folder: Path, device_name: str, rank: int, size: int) -> None:
     comm = SingleRank()
     comm.rank, comm.size = rank, size  # loading calls no collective
     config = ModelConfig.from_folder(folder)
+    watch, mapped = watch_loading(config), count_mapped_bytes()
     print("ready", flush=True)
     sys.stdin.readline()
     before, start = counters(), time.perf_counter()
     model = load_model(folder, config, comm, device, torch.bfloat16, max_model_len=4096)
+    loaded = time.perf_counter()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - start
+    end = time.perf_counter()
     after = counters()
     result = {
         "rank": rank,
-        "seconds": seconds,
+        "seconds": end - start,
         "bytes": sum(parameter.nbytes for parameter in model.parameters()),
-        "read": after["rchar"] - before["rchar"],
+        "read": after["rchar"] - before["rchar"] + sum(mapped),
         "storage": after["read_bytes"] - before["read_bytes"],
+        "phases": phases(watch, end - start, end - loaded),
     }
     print(json.dumps(result))
 

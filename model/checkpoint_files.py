@@ -8,6 +8,7 @@ them runs code.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import defaultdict
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from types import TracebackType
 import torch
 
 from paceline.model.errors import CheckpointError
+from paceline.model.mapped_columns import copy_mapped_columns
 from paceline.model.parameter import Box
 from paceline.model.safetensors_header import (
     HeaderError,
@@ -60,19 +62,17 @@ class StoredTensor:
         Raises CheckpointError where the file cannot be read, or ends before the box does.
         """
         extents = [part.stop - part.start for part in box]
-        whole_rows = len(box) == 1 or extents[1] == self.shape[1]
-        rows, columns = (1, extents[0]) if len(box) == 1 else (extents[0], extents[1])
-        width = self.shape[-1] if len(box) == 2 else 0
-        first = self.entry.begin + (box[0].start * (width or 1) + (box[1].start if width else 0)) * self.dtype.itemsize
-        length = columns * self.dtype.itemsize
-        staged = buffer[: rows * length]
-        memory = staged.numpy().data
-        if whole_rows:
-            self._read_range(first, memory)
-        else:
-            for row in range(rows):
-                self._read_range(first + row * width * self.dtype.itemsize, memory[row * length : (row + 1) * length])
-        return staged.view(self.dtype).view(extents)
+        pitch = math.prod(self.shape[1:]) * self.dtype.itemsize
+        width = math.prod(extents[1:]) * self.dtype.itemsize
+        skipped = box[1].start * self.dtype.itemsize if len(box) == 2 else 0
+        first = self.entry.begin + box[0].start * pitch + skipped
+        staged = buffer[: extents[0] * width].numpy()
+        if width == pitch:
+            self._read_range(first, staged.data)
+        elif not copy_mapped_columns(self._descriptor, first, pitch, staged.reshape(-1, width)):
+            for row, part in enumerate(staged.reshape(-1, width)):
+                self._read_range(first + row * pitch, part.data)
+        return buffer[: staged.size].view(self.dtype).view(extents)
 
     def _read_range(self, offset: int, memory: memoryview) -> None:
         """Fill memory from the file; the system may give less than it was asked for, and 0 at the end of the file."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -34,7 +34,7 @@ def _faults(parameter: ShardedParameter, written: list[Box]) -> list[str]:
     """Nothing outside the shards, no two overlap, and as many elements as the shards have: so each exactly once."""
     targets = [shard.target for shard in parameter.shards.values()]
     outside = [box for box in written if not any(_lies_in(box, target) for target in targets)]
-    twice = [(first, second) for first, second in combinations(written, 2) if _overlap(first, second)]
+    twice = list(_overlapping_pairs(written))
     faults = [f"was written outside its shards, at {_text(box)}" for box in outside]
     faults += [f"was written twice, at {_text(first)} and {_text(second)}" for first, second in twice]
     wanted, got = sum(map(box_size, targets)), sum(map(box_size, written))
@@ -45,6 +45,17 @@ def _faults(parameter: ShardedParameter, written: list[Box]) -> list[str]:
 
 def _lies_in(inner: Box, outer: Box) -> bool:
     return all(a.start >= b.start and a.stop <= b.stop for a, b in zip(inner, outer, strict=True))
+
+
+def _overlapping_pairs(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+    """A box is compared only with those that begin before its last row: a large parameter has hundreds."""
+    ordered = sorted(boxes, key=lambda box: box[0].start)
+    for index, first in enumerate(ordered):
+        for other in range(index + 1, len(ordered)):
+            if ordered[other][0].start >= first[0].stop:
+                break
+            if _overlap(first, ordered[other]):
+                yield first, ordered[other]
 
 
 def _overlap(first: Box, second: Box) -> bool:

@@ -40,6 +40,7 @@ class Ledger:
         self.ignored: list[str] = []
         """Tensors that the model does not need, as its family knows."""
         self._model = model
+        self._parameters = {name: get_parameter(model, name) for name, _ in model.named_parameters()}
         self._targets = tensor_targets(model)
         self._filled_by: dict[tuple[str, ShardId], str] = {}
         self._faults: list[str] = []
@@ -68,11 +69,11 @@ class Ledger:
         return faults
 
     def _absence(self, name: str, parameter_name: str, shard_id: ShardId) -> str:
-        shape = list(expected_shape(get_parameter(self._model, parameter_name), shard_id))
+        shape = list(expected_shape(self._parameters[parameter_name], shard_id))
         return f"tensor {name} of shape {shape} is missing"
 
     def _assign(self, tensor: StoredTensor, parameter_name: str, shard_id: ShardId) -> None:
-        parameter = get_parameter(self._model, parameter_name)
+        parameter = self._parameters[parameter_name]
         where = f"tensor {tensor.name} in {tensor.file_name}"
         expected = expected_shape(parameter, shard_id)
         if tensor.shape != expected:
@@ -88,7 +89,7 @@ class Ledger:
 
     def _is_empty(self, parameter_name: str, shard_id: ShardId) -> bool:
         """Whether this is a shard that nothing fills; a parameter's stacked form is none of its shards."""
-        is_shard = shard_id in get_parameter(self._model, parameter_name).shards
+        is_shard = shard_id in self._parameters[parameter_name].shards
         return is_shard and (parameter_name, shard_id) not in self._filled_by
 
     def _is_harmless(self, name: str) -> bool:

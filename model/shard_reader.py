@@ -1,18 +1,22 @@
 """Carries copies out: several threads read files into small buffers, and each buffer's content goes to its parameter.
 
-To a GPU the buffers are pinned, and a thread has two: while one is copied by a stream of the thread's own, the other is
-read into. So a rank never holds more of the checkpoint in host memory than READERS * 2 * PIECE_BYTES.
+A thread has two buffers: while a stream of the thread's own copies one to the GPU, the other is read into. So a rank
+never holds more of the checkpoint in host memory than READERS * BUFFERS_PER_READER * PIECE_BYTES, and as much again
+and no more of mapped files (mapped_columns.py).
+
+The threads share an interpreter, so what is done for each piece in Python and in calls to the GPU's driver bounds the
+rate: a plain copy, the extremes of what was copied, and their way back.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -20,9 +24,8 @@ import torch
 from paceline.model.coverage import Coverage
 from paceline.model.errors import CheckpointError, LoadingStopped
 from paceline.model.parameter import Copy
+from paceline.model.staging import BUFFERS_PER_READER, PIECE_BYTES, StagingMemory, num_readers
 
-READERS = 8
-PIECE_BYTES = 8 << 20
 FAULT_GRACE_S = 2.0
 """How long a rank reads on once any rank met a fault, to report more than the first."""
 
@@ -40,20 +43,22 @@ class ShardReader:
 
     def __init__(
         self,
-        copies: Iterable[Copy],
+        copies: Sequence[Copy],
         device: torch.device,
+        staging: StagingMemory,
         coverage: Coverage,
         stop: StopFlag,
         on_bytes: Callable[[int], object],
     ) -> None:
         """coverage notes each write; on_bytes is told the bytes of each piece once it is in its place."""
-        self._pieces = [piece for copy in copies for piece in copy.pieces(PIECE_BYTES)]
+        self._copies = copies
         self._device = device
+        self._staging = staging
         self._coverage = coverage
         self._stop = stop
         self._on_bytes = on_bytes
         self._lock = threading.Lock()
-        self._queue = iter(self._pieces)
+        self._queue = (piece for copy in copies for piece in copy.pieces(PIECE_BYTES))
         self._faults: dict[str, str] = {}
         self._deadline: float | None = None
         self._abandoned = False
@@ -64,9 +69,13 @@ class ShardReader:
         The result is one fault for each tensor that has one: values that are not finite, or not once they have the
         parameter's type, and files that cannot be read. Raises LoadingStopped where only other ranks met any.
         """
-        threads = max(1, min(READERS, len(os.sched_getaffinity(0)), len(self._pieces)))
+        # A piece is larger than that where a single row is.
+        largest = max((next(copy.pieces(PIECE_BYTES)).num_bytes for copy in self._copies), default=0)
+        threads = num_readers()
+        memory = self._staging.buffers(threads * BUFFERS_PER_READER, largest)
+        filled = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device).record_event()
         with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
-            futures = [pool.submit(self._read) for _ in range(threads)]
+            futures = [pool.submit(self._read, memory[number::threads], filled) for number in range(threads)]
             try:
                 for future in futures:
                     future.result()
@@ -77,20 +86,22 @@ class ShardReader:
             raise LoadingStopped("loading was stopped, since another rank met a fault")
         return [fault for _, fault in sorted(self._faults.items())]
 
-    def _read(self) -> None:
-        """One thread: take pieces as long as there are any, in turns through two buffers."""
+    def _read(self, memory: Sequence[torch.Tensor], filled: torch.cuda.Event | None) -> None:
+        """One thread: take pieces as long as there are any, in turns through its buffers.
+
+        filled: after which the GPU has filled the parameters with zeros.
+        """
         try:
-            size = max((piece.num_bytes for piece in self._pieces), default=0)
-            buffers = [_Buffer(size, self._device) for _ in range(2)]
-            for turn, piece in enumerate(self._remaining()):
-                buffer = buffers[turn % 2]
-                self._finish(buffer)
-                try:
-                    buffer.start(piece)
-                except CheckpointError as error:
-                    self._report(piece, str(error))
-            for buffer in buffers:
-                self._finish(buffer)
+            with _own_stream(self._device, filled):
+                buffers = [_Buffer(part, self._device) for part in memory]
+                for buffer, piece in zip(cycle(buffers), self._remaining(), strict=False):
+                    self._finish(buffer)
+                    try:
+                        buffer.start(piece)
+                    except CheckpointError as error:
+                        self._report(piece, str(error))
+                for buffer in buffers:
+                    self._finish(buffer)
         except BaseException:
             self._abandoned = True
             raise
@@ -127,41 +138,72 @@ class ShardReader:
 
 
 class _Buffer:
-    """Host memory for one piece on its way to a parameter."""
+    """Host memory for one piece on its way to a parameter. For one thread, on whose current stream it copies."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
-        self._extremes = torch.empty(2, dtype=torch.float32, pin_memory=on_gpu)
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        """memory: uint8, pinned where the device is a GPU."""
+        self._memory = memory
         self._device = device
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
         self._piece: Copy | None = None
-        self._stream: torch.cuda.Stream | None = None
-        if on_gpu:
-            self._stream = torch.cuda.Stream(device)
-            # The parameters were filled with zeros on the current stream.
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._extremes: dict[torch.dtype, _Extremes] = {}
+        self._latest: _Extremes
 
     def start(self, piece: Copy) -> None:
         """Read a piece and begin to copy it; CheckpointError where the file cannot be read."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            values = piece.tensor.read(piece.source, self._memory)
-            destination = piece.destination
+        values = piece.tensor.read(piece.source, self._memory)
+        destination = piece.destination
+        if values.dtype != destination.dtype or not destination.is_contiguous():
             # Over to the device first: a copy that also casts would do so on the CPU, and wait for it.
-            destination.copy_(values.to(self._device, non_blocking=True))
-            # Not torch.isfinite, which makes a tensor of flags: NaN and infinities all show in the extremes.
-            self._extremes.copy_(torch.stack(torch.aminmax(destination)).float(), non_blocking=True)
+            values = values.to(self._device, non_blocking=True)
+        destination.copy_(values, non_blocking=True)
+        if destination.dtype not in self._extremes:
+            self._extremes[destination.dtype] = _Extremes(destination.dtype, self._device)
+        self._latest = self._extremes[destination.dtype]
+        self._latest.measure(destination)
+        if self._done is not None:
+            self._done.record()
         self._piece = piece
 
     def finish(self) -> Copy | None:
         """Wait for the copy that was begun; what it was, or None."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._done is not None:
+            self._done.synchronize()
         piece, self._piece = self._piece, None
         return piece
 
     def is_finite(self) -> bool:
         """Whether all values of the piece that was finished last are finite in the parameter."""
-        return all(map(math.isfinite, self._extremes.tolist()))
+        return self._latest.are_finite()
+
+
+class _Extremes:
+    """Smallest and largest of some values: any that is not finite shows in them, as it would in a tensor of flags."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._there = torch.empty(2, dtype=dtype, device=device)
+        self._here = torch.empty(2, dtype=dtype, pin_memory=device.type == "cuda")
+        self._parts = self._there[0], self._there[1]
+
+    def measure(self, values: torch.Tensor) -> None:
+        """Begin on the current stream; the result is there once that has come so far."""
+        torch.aminmax(values, out=self._parts)
+        self._here.copy_(self._there, non_blocking=True)
+
+    def are_finite(self) -> bool:
+        return all(map(math.isfinite, self._here.tolist()))
+
+
+@contextmanager
+def _own_stream(device: torch.device, after: torch.cuda.Event | None) -> Iterator[None]:
+    """A stream of the calling thread's own, current in it, on which everything comes after an event; none on a CPU."""
+    if after is None:
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        yield
 
 
 def _describe_bad_value(piece: Copy) -> str:

@@ -27,6 +27,7 @@ from paceline.model.ledger import Assignment, Ledger, get_parameter, tensor_targ
 from paceline.model.parameter import Copy, ShardedParameter
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_reader import ShardReader, StopFlag
+from paceline.model.staging import StagingMemory
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,14 @@ def load_model(
     Raises CheckpointError with all faults of the checkpoint in one line, LoadingStopped where only other ranks met
     any, and ModelConfigError where the rope type does not reach max_model_len.
     """
+    staging = StagingMemory(device)
     model = MODEL_CLASSES[config.architecture](config, comm, dtype, max_model_len)
     stop = stop or threading.Event()
     if load_format == "dummy":
-        faults = _fill(model, _dummy_assignments(model, dtype, device), comm, device, stop)
+        faults = _fill(model, _dummy_assignments(model, dtype, device), comm, device, staging, stop)
     else:
         with CheckpointFiles(Path(folder)) as files:
-            faults = _load_files(model, files, comm, device, dtype, stop)
+            faults = _load_files(model, files, comm, device, dtype, staging, stop)
     if faults:
         shown = "; ".join(faults[:_MOST_FAULTS_SHOWN])
         more = f"; and {len(faults) - _MOST_FAULTS_SHOWN} more" if len(faults) > _MOST_FAULTS_SHOWN else ""
@@ -72,6 +74,7 @@ def _load_files(
     comm: Communicator,
     device: torch.device,
     dtype: torch.dtype,
+    staging: StagingMemory,
     stop: StopFlag,
 ) -> list[str]:
     """Check the headers, and read this rank's parts where they have no fault; all faults met."""
@@ -83,7 +86,7 @@ def _load_files(
         return faults
     if comm.rank == 0:
         _log_choices(files, ledger, dtype)
-    return _fill(model, ledger.assignments, comm, device, stop)
+    return _fill(model, ledger.assignments, comm, device, staging, stop)
 
 
 def _dummy_assignments(model: CausalLM, dtype: torch.dtype, device: torch.device) -> list[Assignment]:
@@ -98,7 +101,12 @@ def _dummy_assignments(model: CausalLM, dtype: torch.dtype, device: torch.device
 
 
 def _fill(
-    model: CausalLM, assignments: Sequence[Assignment], comm: Communicator, device: torch.device, stop: StopFlag
+    model: CausalLM,
+    assignments: Sequence[Assignment],
+    comm: Communicator,
+    device: torch.device,
+    staging: StagingMemory,
+    stop: StopFlag,
 ) -> list[str]:
     """Take memory and read each parameter's parts into it; the faults met, none where each element was written once."""
     _materialise(model, device)
@@ -109,7 +117,7 @@ def _fill(
     # A bar on a terminal alone (None), and there one of rank 0.
     hidden = None if comm.rank == 0 else True
     with tqdm(total=total, desc="loading", unit="B", unit_scale=True, leave=False, disable=hidden) as bar:
-        faults = ShardReader(copies, device, coverage, stop, bar.update).run()
+        faults = ShardReader(copies, device, staging, coverage, stop, bar.update).run()
     seconds = time.perf_counter() - start
     if comm.rank == 0 and not faults:
         logger.info("loaded %.3f GB in %.2f s (%.2f GB/s)", total / 1e9, seconds, total / 1e9 / seconds)

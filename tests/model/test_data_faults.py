@@ -21,6 +21,7 @@ from paceline.model.decoder import CausalLM
 from paceline.model.errors import CheckpointError, LoadingStopped
 from paceline.model.ledger import get_parameter
 from paceline.model.parameter import Copy, LoadedTensor, ShardedParameter, ShardId, shard_copies
+from paceline.model.safetensors_header import read_header
 
 CPU = torch.device("cpu")
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -108,6 +109,18 @@ def test_a_file_that_ends_while_it_is_read(own_tiny: Callable, monkeypatch: pyte
     meddle(monkeypatch, NORM, cut_after_headers(path, path.stat().st_size - 100))
     with pytest.raises(CheckpointError, match=r"in model\.safetensors cannot be read: the file ends before it"):
         load(folder)
+
+
+def test_a_file_that_ends_while_columns_are_read(own_tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = own_tiny().folder
+    path = folder / "model.safetensors"
+    with path.open("rb") as file:
+        (entry,) = [entry for entry in read_header(file) if entry.name == O_PROJ]
+    meddle(monkeypatch, NORM, cut_after_headers(path, entry.end - 1))
+    comm = SingleRank()
+    comm.rank, comm.size = 1, 2  # loading calls no collective
+    with pytest.raises(CheckpointError, match=f"{O_PROJ} in model.safetensors cannot be read: the file ends before it"):
+        load(folder, comm)
 
 
 def test_all_tensors_with_bad_values_are_reported_together(own_tiny: Callable) -> None:

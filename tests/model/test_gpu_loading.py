@@ -43,6 +43,18 @@ def test_the_same_bits_as_on_the_cpu(
         assert all(torch.equal(ours[name], expected[name]) for name in ours)
 
 
+def test_copies_come_after_the_zeros_that_a_busy_stream_has_yet_to_write(tiny: Callable) -> None:
+    folder = tiny("qwen2").folder
+    config = ModelConfig.from_folder(folder)
+    expected = load_model(folder, config, SingleRank(), torch.device("cpu"), torch.bfloat16, max_model_len=64)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(500_000_000)  # cycles: a quarter of a second
+        model = load_model(folder, config, SingleRank(), torch.device("cuda"), torch.bfloat16, max_model_len=64)
+    torch.cuda.synchronize()
+    for (name, parameter), (_, reference) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        assert torch.equal(parameter.data.cpu(), reference.data), name
+
+
 @pytest.mark.parametrize(
     ("value", "dtype", "message"),
     [

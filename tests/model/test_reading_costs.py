@@ -27,6 +27,7 @@ MEASURE = """
     import json, resource, sys
     from pathlib import Path
     import torch
+    from paceline.model import checkpoint_files
     from paceline.model.communicator import SingleRank
     from paceline.model.config import ModelConfig
     from paceline.model.weights import load_model
@@ -36,9 +37,17 @@ MEASURE = """
     comm.rank, comm.size = rank, size  # loading calls no collective
     config = ModelConfig.from_folder(folder)
 
-    def bytes_read():
+    mapped, copy = [], checkpoint_files.copy_mapped_columns
+
+    def counted(descriptor, first, pitch, out):
+        mapped.append(out.nbytes)
+        return copy(descriptor, first, pitch, out)
+
+    checkpoint_files.copy_mapped_columns = counted
+
+    def bytes_read():  # asked of the system, or copied from mapped files
         lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-        return int(lines["rchar"])
+        return int(lines["rchar"]) + sum(mapped)
 
     torch.ones(8).sum()
     peak, read = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, bytes_read()
