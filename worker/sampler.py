@@ -104,14 +104,14 @@ class Sampler:
         if ruled.reported.rows:
             gathered = self._gather(logits.index_select(0, ruled.reported.index).float())
             model_logits = gathered if report else None
-        known_lens = self._state.known_lens[rows.sampled_slots]
-        logits = self._adjust(logits, rows, ruled, known_lens)
+        logits = self._adjust(logits, rows, ruled)
         logits = self._filter(logits, ruled.filtered)
         keys = gumbel_argmax(
             logits,
-            self._state.temperature[rows.sampled_slots],
-            self._state.seeds[rows.sampled_slots],
-            known_lens,
+            self._state.temperature,
+            self._state.seeds,
+            self._state.known_lens,
+            rows.sampled_slots,
             self._vocab.start,
             self._vocab.length,
         )
@@ -178,10 +178,8 @@ class Sampler:
         columns = ((i, token - self._vocab.start) for i, token in enumerate(token_ids))
         return [(i, column) for i, column in columns if 0 <= column < self._vocab.length]
 
-    def _adjust(
-        self, logits: torch.Tensor, rows: DeviceRows, ruled: _RuledRows, known_lens: torch.Tensor
-    ) -> torch.Tensor:
-        """Apply penalties, bias and held-back ids to the rows that have them; known_lens [S] is the sampling rows'."""
+    def _adjust(self, logits: torch.Tensor, rows: DeviceRows, ruled: _RuledRows) -> torch.Tensor:
+        """Apply penalties, bias and held-back ids to the rows that have them."""
         penalised, biases, held_back = ruled.penalised, ruled.biases, ruled.held_back
         if not (penalised.rows or biases.rows.numel() or held_back.rows.numel()):
             return logits
@@ -194,7 +192,7 @@ class Sampler:
             logits[biases.rows, biases.columns] += biases.values
         if held_back.rows.numel():
             # Filled by a mask: a number assigned by index would be copied to the device, which waits for it.
-            held = known_lens[held_back.rows] < held_back.values
+            held = self._state.known_lens[rows.sampled_slots[held_back.rows]] < held_back.values
             kept = logits[held_back.rows, held_back.columns].masked_fill_(held, float("-inf"))
             logits[held_back.rows, held_back.columns] = kept
         return logits

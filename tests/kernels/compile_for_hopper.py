@@ -30,6 +30,8 @@ TYPES = {
     "top_k_ptr": "*i32",
     "input_ids_ptr": "*i64",
     "keys_ptr": "*i64",
+    "partial_keys_ptr": "*i64",
+    "arrivals_ptr": "*i32",
     "seeds_ptr": "*i64",
     "slot_mapping_ptr": "*i64",
     "slots_ptr": "*i64",
@@ -68,7 +70,10 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
     ],
     "_combine_kernel": [{"NUM_HEADS": 9, "HEAD_DIM": 80, "BLOCK_D": 128, "SPLITS": 8, "num_warps": 4}],
     "_prefill_kernel": [{**ATTENTION, **heads, "BLOCK_M": 64, "num_warps": 4, "num_stages": 3} for heads in HEADS],
-    "_gumbel_argmax_kernel": [{"BLOCK": 2048, "num_warps": 8}],
+    "_gumbel_argmax_kernel": [
+        {"BLOCK": 1024, "STEPS": steps, "TILES": tiles, "ON_GPU": True, "num_warps": 4}
+        for steps, tiles in ((1, 256), (16, 16))
+    ],
     "_filter_kernel": [{"BLOCK": 8192, "num_warps": 32}],
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ def test_a_replayed_step_equals_the_step_itself() -> None:
     weight = torch.ones(head_dim, device=cuda, dtype=torch.bfloat16)
     cos_sin = torch.randn(512, head_dim, device=cuda)
     k_cache, v_cache = torch.zeros(2, 8 * 16, 16, kv_heads, head_dim, device=cuda, dtype=torch.bfloat16).unbind(0)
+    settings, seeds = torch.ones(8, device=cuda), torch.arange(8, device=cuda)
     ones, top_k = torch.ones(rows, device=cuda), torch.full((rows,), 50, dtype=torch.int32, device=cuda)
 
     def step() -> torch.Tensor:
@@ -50,7 +51,8 @@ def test_a_replayed_step_equals_the_step_itself() -> None:
         logits = filter_logits(
             (last @ embedding[:, : heads * head_dim].T).float(), ones, top_k, ones * 0.9, ones * 0.01
         )
-        return token_ids_of(gumbel_argmax(logits, ones, slots, positions[query_start[1:] - 1], 0, vocab))
+        drawn = gumbel_argmax(logits, settings, seeds, computed_lens, slots.to(torch.int32), 0, vocab)
+        return token_ids_of(drawn)
 
     step()  # Compiles the kernels, which a capture may not.
     graph = torch.cuda.CUDAGraph()
