@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.kernels.launch import dependent_launch
 
-MAX_ROWS = 16
+MAX_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def _row_tile(num_columns: int, size: int) -> tuple[int, int, int]:
 
 def _tile(num_columns: int, size: int) -> _Tile:
     """The cut for 2 to MAX_ROWS rows."""
-    slice_len = min(max(triton.next_power_of_2(size) // 8, 16), 256)
-    return _Tile(16 if num_columns < 32768 else 32, 8, slice_len if num_columns < 32768 else min(slice_len, 128))
+    slice_len = min(max(triton.next_power_of_2(size) // 4, 16), 256)
+    return _Tile(16 if num_columns < 32768 else 32, 4, slice_len if num_columns < 32768 else min(slice_len, 128))
 
 
 @triton.jit

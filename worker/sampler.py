@@ -108,12 +108,12 @@ class Sampler:
         Depends on nothing that the host knows of the rows, so that a CUDA graph can hold it.
         """
         state = self._state
-        slots = state.slots(logits.shape[0]).clamp(min=0)
         keys = gumbel_argmax(
             logits,
-            state.temperature[slots],
-            state.seeds[slots],
-            state.known_lens[slots],
+            state.temperature,
+            state.seeds,
+            state.known_lens,
+            state.slots(logits.shape[0]),
             self._vocab.start,
             self._vocab.length,
         )

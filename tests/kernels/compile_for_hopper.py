@@ -10,6 +10,7 @@ from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction
 
 import paceline.kernels
+from paceline.kernels.paged_prefill_attention_triton import tile_for
 
 MAX_SHARED_BYTES = 227 * 1024
 
@@ -22,6 +23,14 @@ TYPES = {
     "top_p_ptr": "*fp32",
     "min_p_ptr": "*fp32",
     "block_tables_ptr": "*i32",
+    "chunk_len_ptr": "*i32",
+    "chunks_ptr": "*i32",
+    "known_lens_ptr": "*i32",
+    "row_slots_ptr": "*i32",
+    "rows_ptr": "*i32",
+    "samples_ptr": "*i32",
+    "last_tokens_ptr": "*i64",
+    "token_ids_ptr": "*i64",
     "computed_lens_ptr": "*i32",
     "positions_ptr": "*i32",
     "query_start_ptr": "*i32",
@@ -30,15 +39,16 @@ TYPES = {
     "top_k_ptr": "*i32",
     "input_ids_ptr": "*i64",
     "keys_ptr": "*i64",
+    "partial_keys_ptr": "*i64",
+    "arrivals_ptr": "*i32",
     "seeds_ptr": "*i64",
     "slot_mapping_ptr": "*i64",
-    "slots_ptr": "*i64",
+    "slots_ptr": "*i32",
     "eps": "fp32",
     "scale_log2": "fp32",
 }
 INTEGERS = (
-    "num_rows", "num_tokens", "outer_stride", "inner_stride", "q_stride", "k_stride", "v_stride", "width",
-    "vocab_start", "vocab_valid", "block_table_width", "token_table_width",
+    "num_rows", "num_tokens", "num_columns", "outer_stride", "size", "width", "vocab_start", "vocab_valid", "block_table_width", "token_table_width",
 )  # fmt: skip
 
 ATTENTION = {"BLOCK_SIZE": 16, "BLOCK_N": 64, "UPCAST": False}
@@ -47,28 +57,48 @@ HEADS = (
     {"GROUP": 1, "KV_HEADS": 32, "HEAD_DIM": 80, "BLOCK_D": 128},
     {"GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": 256, "BLOCK_D": 256},
 )
-ROTARY = {"Q_HEADS": 9, "K_HEADS": 3, "BLOCK_Q_HEADS": 16, "BLOCK_K_HEADS": 4, "HEAD_DIM": 80}
+ROTARY = {"Q_HEADS": 9, "KV_HEADS": 3, "HEAD_DIM": 80, "BLOCK_HEADS": 8, "PDL": True, "num_warps": 4}
+EXTRAS = {"NORM": True, "RESIDUAL": True, "GATED": True, "BIAS": False, "PDL": True}
 # The constexpr arguments of each kernel, once or more, and the options its launch function passes.
 VARIANTS: dict[str, list[dict[str, int]]] = {
     "_rms_norm_kernel": [
-        {"INNER": 9, "SIZE": 80, "BLOCK_ROWS": 8, "BLOCK": 128, "num_warps": 2},
-        {"INNER": 1, "SIZE": 8192, "BLOCK_ROWS": 1, "BLOCK": 8192, "num_warps": 16},
+        {"SIZE": 576, "BLOCK_ROWS": 1, "BLOCK": 1024, "RESIDUAL": False, "PDL": True, "num_warps": 2},
+        {"SIZE": 8192, "BLOCK_ROWS": 1, "BLOCK": 8192, "RESIDUAL": True, "PDL": True, "num_warps": 16},
     ],
-    "_add_rms_norm_kernel": [{"SIZE": 576, "BLOCK_ROWS": 1, "BLOCK": 1024, "num_warps": 2}],
-    "_silu_and_mul_kernel": [{"SIZE": 1536, "BLOCK": 1024, "num_warps": 4}],
-    "_rotary_kernel": [
-        {**ROTARY, "HALF": 40, "BLOCK_HALF": 64, "BLOCK_REST": 0, "num_warps": 4},
-        {**ROTARY, "HALF": 16, "BLOCK_HALF": 16, "BLOCK_REST": 64, "num_warps": 4},
+    "_silu_and_mul_kernel": [{"SIZE": 1536, "BLOCK": 1024, "PDL": True, "num_warps": 4}],
+    "_rotary_and_store_kernel": [
+        {**ROTARY, "HALF": 40, "BLOCK_HALF": 64, "BLOCK_REST": 0, "NORM": False},
+        {**ROTARY, "HALF": 16, "BLOCK_HALF": 16, "BLOCK_REST": 64, "NORM": True},
     ],
-    "_store_kv_kernel": [{"SIZE": 192, "BLOCK": 256, "num_warps": 4}],
     "_prepare_inputs_kernel": [{"BLOCK_SIZE": 16, "BLOCK": 64, "num_warps": 4}],
-    "_decode_kernel": [
-        {**ATTENTION, **heads, "BLOCK_M": 16, "SPLITS": splits, "num_warps": 4, "num_stages": 3}
-        for heads, splits in zip(HEADS, (1, 8, 1), strict=True)
+    "_advance_rows_kernel": [{"BLOCK": 128, "num_warps": 4}],
+    "_plan_decode_kernel": [
+        {"KV_HEADS": 3, "PROGRAMS": 528, "MIN_CHUNK": 128, "BLOCK_N": 64, "BLOCK_R": 256, "BLOCK": 64, "num_warps": 4}
     ],
-    "_combine_kernel": [{"NUM_HEADS": 9, "HEAD_DIM": 80, "BLOCK_D": 128, "SPLITS": 8, "num_warps": 4}],
-    "_prefill_kernel": [{**ATTENTION, **heads, "BLOCK_M": 64, "num_warps": 4, "num_stages": 3} for heads in HEADS],
-    "_gumbel_argmax_kernel": [{"BLOCK": 2048, "num_warps": 8}],
+    "_decode_kernel": [
+        {**ATTENTION, **heads, "BLOCK_M": 16, "BLOCK_G": 4, "COMBINED": 8, "PDL": True, "num_warps": 4, "num_stages": 3}
+        for heads in HEADS
+    ],
+    "_row_kernel": [
+        {**EXTRAS, "SIZE": 1024, "BLOCK_N": 8, "BLOCK_K": 1024, "num_warps": 4},
+        {**EXTRAS, "SIZE": 12288, "BLOCK_N": 4, "BLOCK_K": 4096, "num_warps": 8},
+    ],
+    "_skinny_kernel": [
+        {**EXTRAS, "SIZE": size, "BLOCK_M": 8, "BLOCK_N": 16, "SLICES": 4, "SLICE": 256, "UPCAST": False, "num_warps": 4}
+        for size in (1024, 12288)
+    ],
+    "_prefill_kernel": [
+        {
+            **heads, "BLOCK_SIZE": 16, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "OVERLAP": tile.overlap,
+            "WIDE": wide, "UPCAST": False, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+        }
+        for heads, wide in zip(HEADS, (False, True, False), strict=True)
+        for tile in [tile_for(heads["HEAD_DIM"], 2)]
+    ],
+    "_gumbel_argmax_kernel": [
+        {"BLOCK": 1024, "STEPS": steps, "TILES": tiles, "ON_GPU": True, "num_warps": 4}
+        for steps, tiles in ((1, 256), (16, 16))
+    ],
     "_filter_kernel": [{"BLOCK": 8192, "num_warps": 32}],
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import torch
 
 from paceline.model.communicator import Communicator, SingleRank, run_simulated_ranks
 from paceline.model.config import FAMILIES, ModelConfig
+from paceline.model.context import StepContext
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_plan import ShardPlan
 from paceline.model.weights import load_model
@@ -101,9 +102,24 @@ def test_only_the_rows_asked_for_get_logits(tiny: Callable) -> None:
     model = load_model(
         folder, ModelConfig.from_folder(folder), SingleRank(), torch.device("cpu"), torch.float32, max_model_len=64
     )
-    hidden = torch.randn(5, 64)
-    rows = torch.tensor([4, 1])
-    torch.testing.assert_close(model.lm_head(hidden, rows), (hidden @ model.lm_head.weight.T)[[4, 1]])
+    config = model.config
+
+    def logits(tokens: torch.Tensor | None) -> torch.Tensor:
+        shape = (2, 4, config.num_key_value_heads, config.head_dim)
+        context = StepContext(
+            positions=torch.arange(5, dtype=torch.int32),
+            slot_mapping=torch.arange(5),
+            query_start=torch.tensor([0, 5], dtype=torch.int32),
+            seq_lens=torch.tensor([5], dtype=torch.int32),
+            block_tables=torch.tensor([[0, 1]], dtype=torch.int32),
+            row_slots=torch.tensor([0], dtype=torch.int32),
+            logits_tokens=tokens,
+            kv_caches=[(torch.empty(shape), torch.empty(shape)) for _ in range(config.num_hidden_layers)],
+        )
+        with torch.inference_mode():
+            return model.logits(*model(torch.arange(5), context))
+
+    torch.testing.assert_close(logits(torch.tensor([4, 1])), logits(None)[[4, 1]])
 
 
 def test_every_architecture_of_the_config_has_a_class() -> None:
