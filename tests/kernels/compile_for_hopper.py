@@ -48,7 +48,8 @@ TYPES = {
     "scale_log2": "fp32",
 }
 INTEGERS = (
-    "num_rows", "num_tokens", "num_columns", "outer_stride", "size", "width", "vocab_start", "vocab_valid", "block_table_width", "token_table_width",
+    "num_rows", "num_tokens", "num_columns", "outer_stride", "size", "width", "vocab_start", "vocab_valid",
+    "block_table_width", "token_table_width",
 )  # fmt: skip
 
 ATTENTION = {"BLOCK_SIZE": 16, "BLOCK_N": 64, "UPCAST": False}
@@ -58,6 +59,8 @@ HEADS = (
     {"GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": 256, "BLOCK_D": 256},
 )
 ROTARY = {"Q_HEADS": 9, "KV_HEADS": 3, "HEAD_DIM": 80, "BLOCK_HEADS": 8, "PDL": True, "num_warps": 4}
+DECODE = {"COMBINED": 8, "PDL": True, "num_warps": 4, "num_stages": 2}
+SKINNY = {"BLOCK_M": 8, "BLOCK_N": 16, "SLICES": 4, "SLICE": 256, "UPCAST": False, "num_warps": 4}
 EXTRAS = {"NORM": True, "RESIDUAL": True, "GATED": True, "BIAS": False, "PDL": True}
 # The constexpr arguments of each kernel, once or more, and the options its launch function passes.
 VARIANTS: dict[str, list[dict[str, int]]] = {
@@ -76,16 +79,16 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
         {"KV_HEADS": 3, "PROGRAMS": 528, "MIN_CHUNK": 128, "BLOCK_N": 64, "BLOCK_R": 256, "BLOCK": 64, "num_warps": 4}
     ],
     "_decode_kernel": [
-        {**ATTENTION, **heads, "BLOCK_M": 16, "BLOCK_G": 4, "COMBINED": 8, "PDL": True, "num_warps": 4, "num_stages": 3}
-        for heads in HEADS
+        {**ATTENTION, **heads, "BLOCK_M": 16, "BLOCK_G": 4, **DECODE, "HALF": half, "NORM": norm}
+        for heads, half, norm in zip(HEADS, (32, 40, 64), (False, True, True), strict=True)
     ],
     "_row_kernel": [
         {**EXTRAS, "SIZE": 1024, "BLOCK_N": 8, "BLOCK_K": 1024, "num_warps": 4},
         {**EXTRAS, "SIZE": 12288, "BLOCK_N": 4, "BLOCK_K": 4096, "num_warps": 8},
     ],
     "_skinny_kernel": [
-        {**EXTRAS, "SIZE": size, "BLOCK_M": 8, "BLOCK_N": 16, "SLICES": 4, "SLICE": 256, "UPCAST": False, "num_warps": 4}
-        for size in (1024, 12288)
+        {**EXTRAS, **SKINNY, "SIZE": 1024},
+        {**EXTRAS, **SKINNY, "SIZE": 12288},
     ],
     "_prefill_kernel": [
         {
