@@ -10,6 +10,7 @@ from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction
 
 import paceline.kernels
+from paceline.kernels.paged_prefill_attention_triton import tile_for
 
 MAX_SHARED_BYTES = 227 * 1024
 
@@ -25,6 +26,7 @@ TYPES = {
     "computed_lens_ptr": "*i32",
     "positions_ptr": "*i32",
     "query_start_ptr": "*i32",
+    "row_slots_ptr": "*i32",
     "seq_lens_ptr": "*i32",
     "token_table_ptr": "*i32",
     "top_k_ptr": "*i32",
@@ -67,7 +69,14 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
         for heads, splits in zip(HEADS, (1, 8, 1), strict=True)
     ],
     "_combine_kernel": [{"NUM_HEADS": 9, "HEAD_DIM": 80, "BLOCK_D": 128, "SPLITS": 8, "num_warps": 4}],
-    "_prefill_kernel": [{**ATTENTION, **heads, "BLOCK_M": 64, "num_warps": 4, "num_stages": 3} for heads in HEADS],
+    "_prefill_kernel": [
+        {
+            **heads, "BLOCK_SIZE": 16, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "OVERLAP": tile.overlap,
+            "WIDE": wide, "UPCAST": False, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+        }
+        for heads, wide in zip(HEADS, (False, True, False), strict=True)
+        for tile in [tile_for(heads["HEAD_DIM"], 2)]
+    ],
     "_gumbel_argmax_kernel": [{"BLOCK": 2048, "num_warps": 8}],
     "_filter_kernel": [{"BLOCK": 8192, "num_warps": 32}],
 }  # fmt: skip
