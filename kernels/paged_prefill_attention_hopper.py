@@ -25,8 +25,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paceline.kernels.paged_prefill_loader_hopper import HALF, load_tiles
 
-_BLOCK_N = 128
-_STAGES = 2
 _GROUP_M = gl.constexpr(64)
 _ROWS_AT_ONCE = gl.constexpr(256)
 """How many rows a program looks at in one go when it seeks its own."""
@@ -59,8 +57,13 @@ def paged_prefill_attention_hopper(
     seq_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor,
+    block_n: int = 128,
+    stages: int = 2,
 ) -> None:
-    """`paged_prefill_attention` by a Gluon kernel, for what `fits_hopper_kernel`."""
+    """`paged_prefill_attention` by a Gluon kernel, for what `fits_hopper_kernel`.
+
+    It takes block_n keys at a time, with room for `stages` times as many.
+    """
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, block_size, kv_heads = k_cache.shape[:3]
     group, num_rows = num_heads // kv_heads, row_slots.shape[0]
@@ -90,8 +93,8 @@ def paged_prefill_attention_hopper(
         group,
         kv_heads,
         head_dim,
-        _BLOCK_N,
-        _STAGES,
+        block_n,
+        stages,
         num_warps=4,
     )
 
