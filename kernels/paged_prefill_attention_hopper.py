@@ -1,8 +1,9 @@
 """The kernel of `paged_prefill_attention` for Hopper GPUs, in Gluon (Triton's language of explicit layouts).
 
-After FlashAttention-3 (arXiv 2407.08608): one warp has the tensor memory accelerator copy tiles of keys and values to
-shared memory, cache block by cache block; two groups of four warps take 64 pairs of query and head each. While a
-group's product of weights and values runs on the tensor cores, it computes the weights of the next tile.
+After FlashAttention-3 (arXiv 2407.08608): every processor runs one program, which takes 128 pairs of query and head
+after the other. One of its warps draws the work and has the tensor memory accelerator copy tiles of keys and values to
+shared memory, cache block by cache block; two groups of four warps take 64 pairs each. While a group's product of
+weights and values runs on the tensor cores, it computes the weights of the next tile.
 """
 
 from __future__ import annotations
@@ -23,13 +24,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from paceline.kernels.paged_prefill_loader_hopper import HALF, load_tiles
+from paceline.kernels.paged_prefill_loader_hopper import (
+    FIRST_PAIR,
+    HALF,
+    KV_HEAD,
+    NUM_TILES,
+    POSITION,
+    QUERY_BEGIN,
+    QUERY_LEN,
+    load_work,
+)
 
 _GROUP_M = gl.constexpr(64)
-_ROWS_AT_ONCE = gl.constexpr(256)
-"""How many rows a program looks at in one go when it seeks its own."""
-_GROUP_REGISTERS = gl.constexpr(240)
-_LOADER_REGISTERS = gl.constexpr(32)
+_GROUP_REGISTERS = gl.constexpr(224)
+_LOADER_REGISTERS = gl.constexpr(64)
 
 
 def fits_hopper_kernel(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
@@ -45,6 +53,12 @@ def fits_hopper_kernel(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def paged_prefill_attention_hopper(
@@ -67,6 +81,9 @@ def paged_prefill_attention_hopper(
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, block_size, kv_heads = k_cache.shape[:3]
     group, num_rows = num_heads // kv_heads, row_slots.shape[0]
+    most_rows = min(num_rows, num_tokens // 2)  # of two or more tokens
+    if most_rows == 0:
+        return
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     k_slots, v_slots = (
         TensorDescriptor.from_tensor(
@@ -74,9 +91,9 @@ def paged_prefill_attention_hopper(
         )
         for cache in (k_cache, v_cache)
     )
-    # Every row can leave one tile partly filled, and rows of two or more tokens are at most half as many as tokens.
-    most_tiles = triton.cdiv(num_tokens * group, 2 * _GROUP_M.value) + min(num_rows, num_tokens // 2)
-    _hopper_prefill_kernel[(most_tiles * kv_heads,)](
+    # Every row can leave one tile partly filled.
+    most_tiles = triton.cdiv(num_tokens * group, 2 * _GROUP_M.value) + most_rows
+    _hopper_prefill_kernel[(min(most_tiles * kv_heads, _num_processors(q.device)),)](
         q,
         k_slots,
         v_slots,
@@ -86,6 +103,7 @@ def paged_prefill_attention_hopper(
         query_start,
         seq_lens,
         out,
+        torch.zeros(1, dtype=torch.int32, device=q.device),
         scale * math.log2(math.e),
         num_rows,
         num_blocks * block_size,
@@ -97,32 +115,6 @@ def paged_prefill_attention_hopper(
         stages,
         num_warps=4,
     )
-
-
-@gluon.jit
-def _add(left: gl.tensor, right: gl.tensor) -> gl.tensor:
-    return left + right
-
-
-@gluon.jit
-def _find_tile(
-    tile: gl.tensor, query_start_ptr: gl.tensor, num_rows: gl.tensor, GROUP: gl.constexpr, BLOCK_M: gl.constexpr
-) -> tuple[gl.tensor, gl.tensor]:
-    """Return the row that a tile belongs to (num_rows or more if there are fewer tiles) and the row's first tile."""
-    row = 0
-    first_of_row = 0
-    total = 0
-    for first in range(0, num_rows, _ROWS_AT_ONCE):
-        rows = first + gl.arange(0, _ROWS_AT_ONCE, layout=gl.BlockedLayout([2], [32], [4], [0]))
-        begin = gl.load(query_start_ptr + rows, mask=rows < num_rows, other=0)
-        end = gl.load(query_start_ptr + rows + 1, mask=rows < num_rows, other=0)
-        tiles = gl.where(end - begin >= 2, ((end - begin) * GROUP + BLOCK_M - 1) // BLOCK_M, 0)
-        through = total + gl.associative_scan(tiles, 0, _add)
-        before = through <= tile
-        row += gl.sum(before.to(gl.int32), axis=0)
-        first_of_row = gl.maximum(first_of_row, gl.max(gl.where(before, through, 0), axis=0))
-        total += gl.sum(tiles, axis=0)
-    return row, first_of_row
 
 
 @gluon.jit
@@ -150,6 +142,7 @@ def _softmax(
 @gluon.jit
 def _step(
     i: gl.tensor,
+    done: gl.tensor,
     state: gl.tuple,
     q: gl.shared_memory_descriptor,
     sums: gl.shared_memory_descriptor,
@@ -158,18 +151,21 @@ def _step(
     limit: gl.tensor,
     MASKED: gl.constexpr,
 ) -> gl.tuple:
-    """Add the values of tile i - 1 with their weights to acc and compute the weights of tile i meanwhile."""
+    """Add the values of tile i - 1 with their weights to acc and compute the weights of tile i meanwhile.
+
+    These are the row's tiles; the program has been through `done` tiles before them.
+    """
     acc, weights, row_max, row_sum = state
     k_tiles, v_tiles, k_full, v_full, k_empty, v_empty = buffers
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    stage = i % STAGES
-    before = (i - 1) % STAGES
+    stage = (done + i) % STAGES
+    before = (done + i - 1) % STAGES
     zeros = gl.zeros([_GROUP_M, BLOCK_N], gl.float32, layout=layout)
-    mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
+    mbarrier.wait(k_full.index(stage), ((done + i) // STAGES) & 1)
     scores = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+    mbarrier.wait(v_full.index(before), ((done + i - 1) // STAGES) & 1)
     acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     new, rescale, row_max, row_sum = _softmax(scores, row_max, row_sum, scale_log2, limit, i * BLOCK_N, MASKED)
@@ -185,20 +181,20 @@ def _step(
 
 
 @gluon.jit
-def _attend(
-    INDEX: gl.constexpr,
+def _attend_piece(
+    q: gl.shared_memory_descriptor,
+    sums: gl.shared_memory_descriptor,
+    buffers: gl.tuple,
     q_ptr: gl.tensor,
     out_ptr: gl.tensor,
-    q_tiles: gl.shared_memory_descriptor,
-    all_sums: gl.shared_memory_descriptor,
-    buffers: gl.tuple,
     scale_log2: gl.tensor,
-    work: gl.tuple,
+    piece: gl.tuple,
+    done: gl.tensor,
     GROUP: gl.constexpr,
     KV_HEADS: gl.constexpr,
 ) -> None:
-    """Write attention of 64 of the program's pairs: those of the group of warps of this index."""
-    query_begin, query_len, position, first_pair, kv_head = work
+    """Write attention of 64 pairs from first_pair on, over num_tiles tiles of keys or fewer, `done` before."""
+    query_begin, query_len, position, first_pair, kv_head, num_tiles = piece
     k_tiles, v_tiles, k_full, v_full, k_empty, v_empty = buffers
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[1]
@@ -207,13 +203,11 @@ def _attend(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
 
-    first_pair += INDEX * _GROUP_M
     # Pairs past the end stand in for the last query, and are not stored.
     pairs = first_pair + gl.arange(0, _GROUP_M, layout=gl.SliceLayout(1, q_layout))
     query = query_begin + gl.minimum(pairs // GROUP, query_len - 1)
     head = query.to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + pairs % GROUP
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, q_layout))
-    q = q_tiles.index(INDEX)
     q.store(gl.load(q_ptr + head[:, None] * HEAD_DIM + dims[None, :]))
     fence_async_shared()
 
@@ -224,26 +218,31 @@ def _attend(
     row_max = gl.full([_GROUP_M], float("-inf"), gl.float32, layout=gl.SliceLayout(1, s_layout))
     row_sum = gl.full([_GROUP_M], 0.0, gl.float32, layout=gl.SliceLayout(1, s_layout))
     zeros = gl.zeros([_GROUP_M, BLOCK_N], gl.float32, layout=s_layout)
-    mbarrier.wait(k_full.index(0), 0)
-    scores = warpgroup_mma(q, k_tiles.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    stage = done % STAGES
+    mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
+    scores = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(0))
+    mbarrier.arrive(k_empty.index(stage))
     weights, _, row_max, row_sum = _softmax(scores, row_max, row_sum, scale_log2, limit, 0, True)
     weights = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, o_layout, 2))
     acc = gl.zeros([_GROUP_M, HEAD_DIM], gl.float32, layout=o_layout)
     state = (acc, weights, row_max, row_sum)
-    sums = all_sums.index(INDEX)
     for i in range(1, seen_by_all // BLOCK_N):
-        state = _step(i, state, q, sums, buffers, scale_log2, limit, False)
+        state = _step(i, done, state, q, sums, buffers, scale_log2, limit, False)
     for i in range(gl.maximum(seen_by_all // BLOCK_N, 1), last // BLOCK_N + 1):
-        state = _step(i, state, q, sums, buffers, scale_log2, limit, True)
+        state = _step(i, done, state, q, sums, buffers, scale_log2, limit, True)
     acc, weights, row_max, row_sum = state
-    final = last // BLOCK_N
+    final = done + last // BLOCK_N
     mbarrier.wait(v_full.index(final % STAGES), (final // STAGES) & 1)
     acc = warpgroup_mma(weights, v_tiles.index(final % STAGES), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    # The other group may have tiles to come, for which this one's place must be free.
     mbarrier.arrive(v_empty.index(final % STAGES))
+    # What else there is, is for the other group alone.
+    for skipped in range(final + 1, done + num_tiles):
+        mbarrier.wait(k_full.index(skipped % STAGES), (skipped // STAGES) & 1)
+        mbarrier.arrive(k_empty.index(skipped % STAGES))
+        mbarrier.wait(v_full.index(skipped % STAGES), (skipped // STAGES) & 1)
+        mbarrier.arrive(v_empty.index(skipped % STAGES))
 
     acc = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, o_layout))[:, None]
     pairs = first_pair + gl.arange(0, _GROUP_M, layout=gl.SliceLayout(1, o_layout))
@@ -251,6 +250,51 @@ def _attend(
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, o_layout))
     offsets = head[:, None] * HEAD_DIM + dims[None, :]
     gl.store(out_ptr + offsets, acc.to(q.dtype), mask=(pairs < query_len * GROUP)[:, None])
+
+
+@gluon.jit
+def _at(values: gl.tensor, place: gl.constexpr) -> gl.tensor:
+    """Return one of a few values that all threads hold together."""
+    places = gl.arange(0, values.shape[0], layout=values.type.layout)
+    return gl.sum(gl.where(places == place, values, 0), axis=0)
+
+
+@gluon.jit
+def _attend(
+    INDEX: gl.constexpr,
+    q_ptr: gl.tensor,
+    out_ptr: gl.tensor,
+    q_tiles: gl.shared_memory_descriptor,
+    all_sums: gl.shared_memory_descriptor,
+    work: gl.tuple,
+    buffers: gl.tuple,
+    scale_log2: gl.tensor,
+    GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+) -> None:
+    """The part of a group of warps, of this index: its 64 pairs of every piece of work the program takes."""
+    places, told, heard = work
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    turn = 0
+    done = 0
+    num_tiles = 1
+    while num_tiles > 0:
+        mbarrier.wait(told.index(turn % 2), (turn // 2) & 1)
+        values = places.index(turn % 2).load(layout)
+        mbarrier.arrive(heard.index(turn % 2))
+        turn += 1
+        num_tiles = _at(values, NUM_TILES)
+        if num_tiles > 0:
+            first_pair = _at(values, FIRST_PAIR) + INDEX * _GROUP_M
+            row = (_at(values, QUERY_BEGIN), _at(values, QUERY_LEN), _at(values, POSITION))
+            piece = (row[0], row[1], row[2], first_pair, _at(values, KV_HEAD), num_tiles)
+            # fmt: off
+            _attend_piece(
+                q_tiles.index(INDEX), all_sums.index(INDEX), buffers, q_ptr, out_ptr, scale_log2, piece, done,
+                GROUP, KV_HEADS,
+            )
+            # fmt: on
+        done += num_tiles
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_slots"])
@@ -264,6 +308,7 @@ def _hopper_prefill_kernel(
     query_start_ptr: gl.tensor,
     seq_lens_ptr: gl.tensor,
     out_ptr: gl.tensor,
+    counter_ptr: gl.tensor,
     scale_log2: gl.tensor,
     num_rows: gl.tensor,
     num_slots: gl.tensor,
@@ -274,49 +319,41 @@ def _hopper_prefill_kernel(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """128 pairs of (query token, query head of the group) of one row and KV head, heads running fastest."""
-    BLOCK_M: gl.constexpr = 2 * _GROUP_M
-    kv_head = gl.program_id(0) % KV_HEADS
-    tile = gl.program_id(0) // KV_HEADS
-    row, first_of_row = _find_tile(tile, query_start_ptr, num_rows, GROUP, BLOCK_M)
-    if row >= num_rows:
-        return
-    query_begin = gl.load(query_start_ptr + row)
-    query_len = gl.load(query_start_ptr + row + 1) - query_begin
-    seq_len = gl.load(seq_lens_ptr + row)
-    position = seq_len - query_len
-    table_ptr = block_tables_ptr + gl.load(row_slots_ptr + row).to(gl.int64) * block_table_width
-    # A row's last queries see the most tokens; they start first, so that none of them is left over at the end.
-    first_pair = ((query_len * GROUP + BLOCK_M - 1) // BLOCK_M - 1 - (tile - first_of_row)) * BLOCK_M
-    last = position + gl.minimum((first_pair + BLOCK_M - 1) // GROUP, query_len - 1)
-
+    """One program a processor. counter_ptr points at a zero."""
     dtype: gl.constexpr = k_slots.dtype
     layout: gl.constexpr = k_slots.layout
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     q_tiles = gl.allocate_shared_memory(dtype, [2, _GROUP_M, HEAD_DIM], layout)
-    all_sums = gl.allocate_shared_memory(gl.float32, [2, _GROUP_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    all_sums = gl.allocate_shared_memory(gl.float32, [2, _GROUP_M], plain)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    places = gl.allocate_shared_memory(gl.int32, [2, 8], plain)
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
+    heard = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
+    for turn in gl.static_range(2):
+        mbarrier.init(told.index(turn), count=1)
+        mbarrier.init(heard.index(turn), count=2)
     fence_async_shared()
     buffers = (k_tiles, v_tiles, k_full, v_full, k_empty, v_empty)
-    work = (query_begin, query_len, position, first_pair, kv_head)
-    cache_row = (table_ptr, seq_len, num_slots)
+    work = (places, told, heard)
+    rows = (block_tables_ptr, row_slots_ptr, query_start_ptr, seq_lens_ptr, num_rows, num_slots, block_table_width)
     # fmt: off
     gl.warp_specialize(
         [
-            (_attend, (0, q_ptr, out_ptr, q_tiles, all_sums, buffers, scale_log2, work, GROUP, KV_HEADS)),
-            (_attend, (1, q_ptr, out_ptr, q_tiles, all_sums, buffers, scale_log2, work, GROUP, KV_HEADS)),
-            (load_tiles, (
-                k_slots, v_slots, v_cache_ptr, buffers, cache_row, kv_head, last // BLOCK_N + 1, KV_HEADS,
+            (_attend, (0, q_ptr, out_ptr, q_tiles, all_sums, work, buffers, scale_log2, GROUP, KV_HEADS)),
+            (_attend, (1, q_ptr, out_ptr, q_tiles, all_sums, work, buffers, scale_log2, GROUP, KV_HEADS)),
+            (load_work, (
+                k_slots, v_slots, v_cache_ptr, rows, counter_ptr, work, buffers, GROUP, KV_HEADS, 2 * _GROUP_M,
             )),
         ],
         [4, 1],

@@ -1,4 +1,4 @@
-"""How the Hopper kernel of `paged_prefill_attention` fetches keys and values: one warp that does nothing else."""
+"""The warp of the Hopper prefill kernel that finds the program's work and fetches keys and values for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 HALF = gl.constexpr(64)
 """Elements of a row that lie together in shared memory: 128 bytes, the width of its swizzle."""
+
+QUERY_BEGIN = gl.constexpr(0)
+QUERY_LEN = gl.constexpr(1)
+POSITION = gl.constexpr(2)
+FIRST_PAIR = gl.constexpr(3)
+KV_HEAD = gl.constexpr(4)
+NUM_TILES = gl.constexpr(5)
+"""What the two groups are told of a piece of work, by place: the row's first token and number of queries, how many
+tokens came before those, the first pair of (query, head), the KV head, and how many tiles of keys; 0 ends the work."""
+
+_ROWS_AT_ONCE = gl.constexpr(256)
+"""How many rows are looked at in one go in search of a piece of work."""
 
 _wait_for_each_other = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 """What the warps of a part of a kernel do here; Triton 3.6 has it under its earlier name."""
@@ -68,17 +80,44 @@ def _copy_rows(
 
 
 @gluon.jit
-def load_tiles(
+def _add(left: gl.tensor, right: gl.tensor) -> gl.tensor:
+    return left + right
+
+
+@gluon.jit
+def _find_row(
+    tile: gl.tensor, query_start_ptr: gl.tensor, num_rows: gl.tensor, GROUP: gl.constexpr, BLOCK_M: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor]:
+    """Return the row that a tile of queries belongs to (num_rows or more if there are fewer) and the row's first."""
+    row = 0
+    first_of_row = 0
+    total = 0
+    for first in range(0, num_rows, _ROWS_AT_ONCE):
+        rows = first + gl.arange(0, _ROWS_AT_ONCE, layout=gl.BlockedLayout([8], [32], [1], [0]))
+        begin = gl.load(query_start_ptr + rows, mask=rows < num_rows, other=0)
+        end = gl.load(query_start_ptr + rows + 1, mask=rows < num_rows, other=0)
+        tiles = gl.where(end - begin >= 2, ((end - begin) * GROUP + BLOCK_M - 1) // BLOCK_M, 0)
+        through = total + gl.associative_scan(tiles, 0, _add)
+        before = through <= tile
+        row += gl.sum(before.to(gl.int32), axis=0)
+        first_of_row = gl.maximum(first_of_row, gl.max(gl.where(before, through, 0), axis=0))
+        total += gl.sum(tiles, axis=0)
+    return row, first_of_row
+
+
+@gluon.jit
+def _stream_tiles(
     k_slots: tma.tensor_descriptor,
     v_slots: tma.tensor_descriptor,
     v_cache_ptr: gl.tensor,
     buffers: gl.tuple,
     row: gl.tuple,
     kv_head: gl.tensor,
+    done: gl.tensor,
     num_tiles: gl.tensor,
     KV_HEADS: gl.constexpr,
 ) -> None:
-    """Fill the tiles of keys and values in turn, each when both groups are through with what it held.
+    """Fill the tiles of keys and values in turn, `done` before, each when both groups are through with its last use.
 
     What lies past the end of a row may be NaN. Keys there only make scores that are masked, but a value that is NaN
     is so whatever its weight: the values of a row's last block, if it is not full, are not copied as a block.
@@ -93,8 +132,8 @@ def load_tiles(
     rest = seq_len % BLOCK_SIZE
     hole = gl.where(rest > 0, seq_len - rest, -1)
     for i in range(num_tiles):
-        stage = i % STAGES
-        phase = (i // STAGES) & 1
+        stage = (done + i) % STAGES
+        phase = ((done + i) // STAGES) & 1
         start = i * BLOCK_N
         full = k_full.index(stage)
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
@@ -111,3 +150,60 @@ def load_tiles(
         mbarrier.expect(full, (BLOCK_N - BLOCK_SIZE) * HEAD_DIM * 2, pred=has_hole)
         mbarrier.expect(full, BLOCK_N * HEAD_DIM * 2, pred=(hole < start) | (hole >= start + BLOCK_N))
         _copy_blocks(v_slots, v_tiles.index(stage), full, row, start, hole, column)
+
+
+@gluon.jit
+def load_work(
+    k_slots: tma.tensor_descriptor,
+    v_slots: tma.tensor_descriptor,
+    v_cache_ptr: gl.tensor,
+    rows: gl.tuple,
+    counter_ptr: gl.tensor,
+    work: gl.tuple,
+    buffers: gl.tuple,
+    GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+) -> None:
+    """Take one piece of work after the other, tell the groups of it and fetch its keys and values.
+
+    A piece is BLOCK_M pairs of (query, head of the group) of one row and KV head. The first is the one of the
+    program's number; from then on the programs draw numbers from a counter.
+    """
+    block_tables_ptr, row_slots_ptr, query_start_ptr, seq_lens_ptr, num_rows, num_slots, block_table_width = rows
+    places, told, heard = work
+    k_tiles, _, _, _, _, _ = buffers
+    BLOCK_N: gl.constexpr = k_tiles.shape[1]
+    number = gl.program_id(0)
+    turn = 0
+    done = 0
+    num_tiles = 1
+    while num_tiles > 0:
+        kv_head = number % KV_HEADS
+        tile = number // KV_HEADS
+        found, first_of_row = _find_row(tile, query_start_ptr, num_rows, GROUP, BLOCK_M)
+        row = gl.minimum(found, num_rows - 1)
+        query_begin = gl.load(query_start_ptr + row)
+        query_len = gl.load(query_start_ptr + row + 1) - query_begin
+        seq_len = gl.load(seq_lens_ptr + row)
+        table_ptr = block_tables_ptr + gl.load(row_slots_ptr + row).to(gl.int64) * block_table_width
+        position = seq_len - query_len
+        # A row's last queries see the most tokens; they come first, so that none of them is left over at the end.
+        first_pair = ((query_len * GROUP + BLOCK_M - 1) // BLOCK_M - 1 - (tile - first_of_row)) * BLOCK_M
+        last = position + gl.minimum((first_pair + BLOCK_M - 1) // GROUP, query_len - 1)
+        num_tiles = gl.where(found < num_rows, last // BLOCK_N + 1, 0)
+
+        place = gl.arange(0, places.shape[1], layout=gl.BlockedLayout([1], [32], [1], [0]))
+        told_values = gl.where(place == QUERY_BEGIN, query_begin, query_len)
+        told_values = gl.where(place == POSITION, position, told_values)
+        told_values = gl.where(place == FIRST_PAIR, first_pair, told_values)
+        told_values = gl.where(place == KV_HEAD, kv_head, told_values)
+        told_values = gl.where(place == NUM_TILES, num_tiles, told_values)
+        mbarrier.wait(heard.index(turn % 2), ((turn // 2) & 1) ^ 1)
+        places.index(turn % 2).store(told_values)
+        mbarrier.arrive(told.index(turn % 2))
+        turn += 1
+        number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        row_of_cache = (table_ptr, seq_len, num_slots)
+        _stream_tiles(k_slots, v_slots, v_cache_ptr, buffers, row_of_cache, kv_head, done, num_tiles, KV_HEADS)
+        done += num_tiles

@@ -27,6 +27,7 @@ TYPES = {
     "min_p_ptr": "*fp32",
     "block_tables_ptr": "*i32",
     "computed_lens_ptr": "*i32",
+    "counter_ptr": "*i32",
     "positions_ptr": "*i32",
     "query_start_ptr": "*i32",
     "row_slots_ptr": "*i32",
