@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from paceline.kernels.paged_prefill_attention_hopper import fits_hopper_kernel, paged_prefill_attention_hopper
 from paceline.kernels.paged_prefill_attention_triton import paged_prefill_attention_triton
 
 _QUERIES_AT_ONCE = 1024
@@ -35,7 +36,12 @@ def paged_prefill_attention(
     contiguous, of q's dtype, BS a power of two and H a multiple of K. block_tables: [S, B] int32, contiguous.
     row_slots, seq_lens: [R] int32. query_start: [R + 1] int32, starting with 0. scale is positive.
     """
-    attend = paged_prefill_attention_triton if q.is_cuda else paged_prefill_attention_reference
+    if not q.is_cuda:
+        attend = paged_prefill_attention_reference
+    elif fits_hopper_kernel(q, k_cache):
+        attend = paged_prefill_attention_hopper
+    else:
+        attend = paged_prefill_attention_triton
     attend(q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out)
 
 

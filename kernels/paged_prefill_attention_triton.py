@@ -62,9 +62,12 @@ def paged_prefill_attention_triton(
     num_tokens, num_heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
     group, num_rows = num_heads // kv_heads, row_slots.shape[0]
+    most_rows = min(num_rows, num_tokens // 2)  # of two or more tokens
+    if most_rows == 0:
+        return
     tile = tile or tile_for(head_dim, q.element_size())
-    # Every row can leave one tile partly filled, and rows of two or more tokens are at most half as many as tokens.
-    most_tiles = triton.cdiv(num_tokens * group, tile.block_m) + min(num_rows, num_tokens // 2)
+    # Every row can leave one tile partly filled.
+    most_tiles = triton.cdiv(num_tokens * group, tile.block_m) + most_rows
     _prefill_kernel[(most_tiles * kv_heads,)](
         q,
         k_cache,
@@ -93,7 +96,7 @@ def paged_prefill_attention_triton(
 
 
 @triton.jit
-def find_tile(
+def _find_tile(
     tile: tl.tensor, query_start_ptr: tl.tensor, num_rows: tl.tensor, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the row that a tile belongs to (num_rows or more if there are fewer tiles) and the row's first tile.
@@ -184,7 +187,7 @@ def _prefill_kernel(
     """
     kv_head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
-    row, first_of_row = find_tile(tile, query_start_ptr, num_rows, GROUP, BLOCK_M)
+    row, first_of_row = _find_tile(tile, query_start_ptr, num_rows, GROUP, BLOCK_M)
     if row >= num_rows:
         return
     query_begin = tl.load(query_start_ptr + row)

@@ -7,6 +7,8 @@ import pkgutil
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 import paceline.kernels
@@ -14,6 +16,7 @@ from paceline.kernels.paged_prefill_attention_triton import tile_for
 
 MAX_SHARED_BYTES = 227 * 1024
 
+HALF_BLOCK = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout(128, 16, rank=2)!r}>"
 # Types of the arguments by name; other pointers are bfloat16.
 TYPES = {
     "cos_sin_ptr": "*fp32",
@@ -25,6 +28,7 @@ TYPES = {
     "block_tables_ptr": "*i32",
     "chunk_len_ptr": "*i32",
     "chunks_ptr": "*i32",
+    "counter_ptr": "*i32",
     "known_lens_ptr": "*i32",
     "row_slots_ptr": "*i32",
     "rows_ptr": "*i32",
@@ -44,12 +48,14 @@ TYPES = {
     "seeds_ptr": "*i64",
     "slot_mapping_ptr": "*i64",
     "slots_ptr": "*i32",
+    "k_slots": HALF_BLOCK,
+    "v_slots": HALF_BLOCK,
     "eps": "fp32",
     "scale_log2": "fp32",
 }
 INTEGERS = (
     "num_rows", "num_tokens", "num_columns", "outer_stride", "size", "width", "vocab_start", "vocab_valid",
-    "block_table_width", "token_table_width",
+    "block_table_width", "token_table_width", "num_slots",
 )  # fmt: skip
 
 ATTENTION = {"BLOCK_SIZE": 16, "BLOCK_N": 64, "UPCAST": False}
@@ -98,6 +104,10 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
         for heads, wide in zip(HEADS, (False, True, False), strict=True)
         for tile in [tile_for(heads["HEAD_DIM"], 2)]
     ],
+    "_hopper_prefill_kernel": [
+        {"GROUP": 2, "KV_HEADS": 8, "HEAD_DIM": head_dim, "BLOCK_N": 128, "STAGES": 2, "num_warps": 4}
+        for head_dim in (64, 128)
+    ],
     "_gumbel_argmax_kernel": [
         {"BLOCK": 1024, "STEPS": steps, "TILES": tiles, "ON_GPU": True, "num_warps": 4}
         for steps, tiles in ((1, 256), (16, 16))
@@ -134,8 +144,9 @@ def compile_variant(kernel: JITFunction, variant: dict[str, int]) -> None:
     # A filter works on float32 logits alone.
     if kernel.__name__ == "_filter_kernel":
         signature["logits_ptr"] = "*fp32"
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
     compiled = compile(
-        ASTSource(fn=kernel, signature=signature, constexprs=constants), GPUTarget("cuda", 90, 32), options=options
+        source(fn=kernel, signature=signature, constexprs=constants), GPUTarget("cuda", 90, 32), options=options
     )
     if compiled.metadata.shared > MAX_SHARED_BYTES:
         raise RuntimeError(f"{kernel.__name__} {variant} needs {compiled.metadata.shared} bytes of shared memory")

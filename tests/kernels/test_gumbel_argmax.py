@@ -226,7 +226,8 @@ def test_large(dtype: torch.dtype) -> None:
     logits = torch.randn(64, 151936, device=device).to(dtype)
     settings = rows(64, 0.8, device)
     settings[0][::2] = 0.0
+    greedy = (settings[0] == 0.0)[settings[3].long()].cpu()
     actual = gumbel_argmax(logits, *settings, 0, 151900)
     expected = gumbel_argmax_reference(*(tensor.cpu() for tensor in (logits, *settings)), 0, 151900)
-    assert torch.equal(actual.cpu()[::2], expected[::2])
+    assert torch.equal(actual.cpu()[greedy], expected[greedy])
     torch.testing.assert_close(scores_of(actual).cpu(), scores_of(expected), rtol=NOISE_ERROR, atol=NOISE_ERROR)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from paceline.kernels.paged_prefill_attention import paged_prefill_attention, paged_prefill_attention_reference
+from paceline.kernels.paged_prefill_attention_hopper import paged_prefill_attention_hopper
 from paceline.kernels.paged_prefill_attention_triton import Tile, paged_prefill_attention_triton
 
 SHAPES = [(9, 3, 64), (14, 2, 64), (4, 2, 128), (8, 2, 80), (2, 2, 16), (5, 1, 96), (1, 1, 256)]
@@ -127,13 +129,71 @@ def test_kernel_finds_its_row_among_more_than_it_looks_at_at_once(
     check(attend, 1, 1, 16, torch.float32, query_lens, query_lens, device, make_rows, assert_attention)
 
 
+@pytest.fixture
+def hopper() -> torch.device:
+    """A GPU that has what the kernel for Hopper uses."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return torch.device("cuda")
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 2, 128), (5, 5, 128), (8, 1, 64)])
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_hopper_kernel(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    make_rows: Callable,
+    assert_attention: Callable,
+    hopper: torch.device,
+) -> None:
+    seq_lens, query_lens = [20, 7, 300, 2, 129, 512, 640, 385], [20, 1, 9, 2, 129, 130, 600, 257]
+    check(
+        paged_prefill_attention_hopper, heads, kv_heads, head_dim, dtype, seq_lens, query_lens,
+        hopper, make_rows, assert_attention, block_size,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_hopper_kernel_on_random_rows(
+    seed: int, make_rows: Callable, assert_attention: Callable, hopper: torch.device
+) -> None:
+    choose = random.Random(seed)
+    seq_lens = [choose.randint(1, choose.choice([20, 300, 1000])) for _ in range(choose.choice([1, 7, 40]))]
+    query_lens = [choose.randint(1, length) for length in seq_lens]
+    kv_heads, head_dim = choose.choice([1, 2, 3]), choose.choice([64, 128])
+    check(
+        paged_prefill_attention_hopper, kv_heads * choose.randint(1, 7), kv_heads, head_dim, torch.bfloat16,
+        seq_lens, query_lens, hopper, make_rows, assert_attention, choose.choice([16, 32, 64]),
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_hopper_kernel_finds_its_row_among_more_than_it_looks_at_at_once(
+    make_rows: Callable, assert_attention: Callable, hopper: torch.device
+) -> None:
+    query_lens = [1] * 600
+    query_lens[3], query_lens[255], query_lens[256], query_lens[599] = 2, 17, 3, 200
+    check(
+        paged_prefill_attention_hopper, 2, 1, 64, torch.bfloat16, query_lens, query_lens,
+        hopper, make_rows, assert_attention,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [paged_prefill_attention, paged_prefill_attention_triton])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (32, 8, 128), (16, 8, 128)])
 @pytest.mark.parametrize(
     ("seq_lens", "query_lens"), [([2048], [2048]), ([5000, 300, 77], [500, 300, 1]), ([129] * 20, [128] * 20)]
 )
 def test_large(
+    kernel: Callable[..., None],
     dtype: torch.dtype,
     heads: int,
     kv_heads: int,
@@ -149,7 +209,7 @@ def test_large(
     metadata = (table, row_slots, starts(query_lens, device), rows.seq_lens, scale)
     q = torch.randn(sum(query_lens), heads, head_dim, device=device).to(dtype)
     out = torch.zeros_like(q)
-    paged_prefill_attention(q, rows.k_cache, rows.v_cache, *metadata, out)
+    kernel(q, rows.k_cache, rows.v_cache, *metadata, out)
     expected = torch.zeros(q.shape, dtype=torch.float32, device=device)
     exact = [cache.float() for cache in (q, rows.k_cache, rows.v_cache)]
     paged_prefill_attention_reference(*exact, *metadata, expected)
