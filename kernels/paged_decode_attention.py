@@ -26,6 +26,8 @@ from paceline.kernels.paged_attention_inner import attend, fold
 _GATHER_BYTES = 2 << 20
 """The reference gathers the keys of as many rows at a time as make this much: about a core's share of the cache."""
 _COMBINED_AT_ONCE = 8
+_NUM_WARPS = 4
+_NUM_STAGES = 3
 
 
 def paged_decode_attention_reference(
@@ -129,7 +131,7 @@ def paged_decode_attention_triton(
     log_sums = torch.empty((pieces, num_heads), dtype=torch.float32, device=qkv.device)
     norm = q_norm is not None
     pdl = dependent_launch(qkv.device)
-    _decode_kernel[(pieces, kv_heads)](
+    _decode_kernel[(kv_heads, pieces)](
         qkv,
         q_norm if norm else qkv,
         k_norm if norm else qkv,
@@ -163,8 +165,8 @@ def paged_decode_attention_triton(
         norm,
         pdl,
         not qkv.is_cuda,
-        num_warps=4,
-        num_stages=2,
+        num_warps=_NUM_WARPS,
+        num_stages=_NUM_STAGES,
         **({"launch_pdl": True} if pdl else {}),
     )
 
@@ -214,14 +216,16 @@ def _decode_kernel(
     A row of one chunk goes straight to out. The chunks of others leave their results in partial [W, H, D] and the
     base-2 logarithms of their softmax denominators in log_sums [W, H].
     """
-    piece = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    # Pieces of nobody's come last, so that none of them is in the way of one that has to wait for the projection.
+    piece = tl.program_id(1)
+    kv_head = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
     row = tl.load(rows_ptr + piece)
     if row < 0:
         if PDL:
-            gdc_wait()
+            if piece == 0:
+                gdc_wait()  # the kernel as a whole must not end before the one it depends on
         return
     chunk = tl.load(chunks_ptr + piece)
     chunk_len = tl.load(chunk_len_ptr)
