@@ -32,9 +32,9 @@ class Tile:
 _TILES = {
     (64, 2): Tile(128, 64, 8, 3, True),
     (128, 2): Tile(128, 64, 8, 3, True),
-    (256, 2): Tile(64, 64, 4, 2, False),
+    (256, 2): Tile(128, 32, 8, 3, False),
     (64, 4): Tile(64, 64, 4, 3, False),
-    (128, 4): Tile(64, 64, 4, 2, False),
+    (128, 4): Tile(64, 32, 4, 2, False),
 }
 """By head dimension, rounded up to a power of two, and bytes an element."""
 _OTHER = Tile(64, 32, 4, 1, False)

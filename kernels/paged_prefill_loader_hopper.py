@@ -21,8 +21,24 @@ tokens came before those, the first pair of (query, head), the KV head, and how 
 _ROWS_AT_ONCE = gl.constexpr(256)
 """How many rows are looked at in one go in search of a piece of work."""
 
+# What follows has other names in some of Triton 3.6 to 3.9.
+_HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 _wait_for_each_other = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-"""What the warps of a part of a kernel do here; Triton 3.6 has it under its earlier name."""
+_start_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _in_parts(tile: gl.shared_memory_descriptor, ROWS: gl.constexpr) -> gl.shared_memory_descriptor:
+    """View a tile as the parts of ROWS rows by HALF elements that lie together: [parts, ROWS, HALF].
+
+    All parts of the first HALF elements of the tile's rows come first, from the first row to the last.
+    """
+    PARTS: gl.constexpr = tile.shape[0] * tile.shape[1] // (ROWS * HALF)
+    if _HAS_REINTERPRET:
+        parts = tile.reinterpret(tile.dtype, [PARTS, ROWS, HALF], tile.layout)
+    else:
+        parts = tile._reinterpret(tile.dtype, [PARTS, ROWS, HALF], tile.layout)
+    return parts
 
 
 @gluon.jit
@@ -40,7 +56,7 @@ def _copy_blocks(
     BLOCK_SIZE: gl.constexpr = cache.block_type.shape[0]
     HALVES: gl.constexpr = tile.shape[1] // HALF
     BLOCKS: gl.constexpr = tile.shape[0] // BLOCK_SIZE
-    blocks = tile._reinterpret(tile.dtype, [HALVES * BLOCKS, BLOCK_SIZE, HALF], tile.layout)
+    blocks = _in_parts(tile, BLOCK_SIZE)
     for block in gl.static_range(BLOCKS):
         token = start + block * BLOCK_SIZE
         slot = num_slots  # Outside of the cache the copy finds zeros.
@@ -48,7 +64,7 @@ def _copy_blocks(
             slot = gl.load(table_ptr + token // BLOCK_SIZE) * BLOCK_SIZE
         for half in gl.static_range(HALVES):
             to = blocks.index(half * BLOCKS + block)
-            tma.async_copy_global_to_shared(cache, [slot, column + half * HALF], full, to, pred=token != hole)
+            _start_copy(cache, [slot, column + half * HALF], full, to, pred=token != hole)
 
 
 @gluon.jit
@@ -67,7 +83,7 @@ def _copy_rows(
     HALVES: gl.constexpr = tile.shape[1] // HALF
     PARTS: gl.constexpr = tile.shape[0] // ROWS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    parts = tile._reinterpret(tile.dtype, [HALVES * PARTS, ROWS, HALF], tile.layout)
+    parts = _in_parts(tile, ROWS)
     for part in range(BLOCK_SIZE // ROWS):
         rows = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         columns = column + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))

@@ -41,7 +41,10 @@ def check(
     assert_attention: Callable,
     block_size: int = 16,
 ) -> None:
-    """Rows of at least two tokens get exact attention, out of scattered slots; all other memory stays as it was."""
+    """Rows of at least two tokens get exact attention, out of scattered slots; all other memory stays as it was.
+
+    Exact is float64, a query at a time; on a GPU the reference in float32, which is compared with that elsewhere.
+    """
     rows = make_rows(seq_lens, kv_heads, head_dim, dtype, block_size, where=device)
     table, row_slots = in_slots(rows.block_tables, [(3 * row + 1) % 2003 for row in range(len(seq_lens))])
     # Two rows of padding, and three tokens that belong to no row.
@@ -50,15 +53,22 @@ def check(
     tokens = sum(query_lens)
     q = torch.randn(tokens + 3, heads, head_dim, device=device).to(dtype)
     out = torch.full_like(q, UNTOUCHED)
-    attend(
-        q, rows.k_cache, rows.v_cache, table, torch.cat((row_slots, padding)), query_start,
-        torch.cat((rows.seq_lens, torch.zeros_like(padding))), 0.125, out,
-    )  # fmt: skip
-    several = torch.cat([torch.full((length,), length > 1) for length in query_lens]).to(device)
-    assert (out[:tokens][~several] == UNTOUCHED).all()
-    assert (out[tokens:] == UNTOUCHED).all()
-    expected = rows.expected(q[:tokens], query_lens, 0.125)
-    assert_attention(out[:tokens][several], expected[several.cpu()])
+    row_slots = torch.cat((row_slots, padding))
+    metadata = (table, row_slots, query_start, torch.cat((rows.seq_lens, torch.zeros_like(padding))), 0.125)
+    attend(q, rows.k_cache, rows.v_cache, *metadata, out)
+    several = torch.cat([torch.full((length,), length > 1) for length in query_lens])
+    out, untouched = out[:tokens].cpu(), out[tokens:]
+    assert (untouched == UNTOUCHED).all()
+    assert (out[~several] == UNTOUCHED).all()
+    if device.type == "cpu":
+        expected = rows.expected(q[:tokens], query_lens, 0.125)
+    else:
+        exact = torch.empty(q.shape, dtype=torch.float32, device=device)
+        paged_prefill_attention_reference(
+            q.float(), rows.k_cache.float(), rows.v_cache.float(), *metadata, exact
+        )  # fmt: skip
+        expected = exact[:tokens].double().cpu()
+    assert_attention(out[several], expected[several])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
@@ -129,6 +139,16 @@ def test_kernel_finds_its_row_among_more_than_it_looks_at_at_once(
     check(attend, 1, 1, 16, torch.float32, query_lens, query_lens, device, make_rows, assert_attention)
 
 
+# Kernels for Hopper take seconds to compile: these are few.
+HOPPER_SHAPES = [
+    (torch.bfloat16, 9, 3, 64, 16),
+    (torch.bfloat16, 32, 8, 128, 16),
+    (torch.float16, 16, 8, 128, 32),
+    (torch.bfloat16, 5, 5, 128, 64),
+]
+"""Dtype, query heads, KV heads, head size, block size."""
+
+
 @pytest.fixture
 def hopper() -> torch.device:
     """A GPU that has what the kernel for Hopper uses."""
@@ -138,9 +158,7 @@ def hopper() -> torch.device:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 2, 128), (5, 5, 128), (8, 1, 64)])
-@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize(("dtype", "heads", "kv_heads", "head_dim", "block_size"), HOPPER_SHAPES)
 def test_hopper_kernel(
     dtype: torch.dtype,
     heads: int,
@@ -159,17 +177,25 @@ def test_hopper_kernel(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("dtype", "heads", "kv_heads", "head_dim", "block_size"), HOPPER_SHAPES)
+@pytest.mark.parametrize("seed", range(6))
 def test_hopper_kernel_on_random_rows(
-    seed: int, make_rows: Callable, assert_attention: Callable, hopper: torch.device
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    seed: int,
+    make_rows: Callable,
+    assert_attention: Callable,
+    hopper: torch.device,
 ) -> None:
     choose = random.Random(seed)
-    seq_lens = [choose.randint(1, choose.choice([20, 300, 1000])) for _ in range(choose.choice([1, 7, 40]))]
+    seq_lens = [choose.randint(1, choose.choice([20, 300, 2000])) for _ in range(choose.choice([1, 7, 40]))]
     query_lens = [choose.randint(1, length) for length in seq_lens]
-    kv_heads, head_dim = choose.choice([1, 2, 3]), choose.choice([64, 128])
     check(
-        paged_prefill_attention_hopper, kv_heads * choose.randint(1, 7), kv_heads, head_dim, torch.bfloat16,
-        seq_lens, query_lens, hopper, make_rows, assert_attention, choose.choice([16, 32, 64]),
+        paged_prefill_attention_hopper, heads, kv_heads, head_dim, dtype, seq_lens, query_lens,
+        hopper, make_rows, assert_attention, block_size,
     )  # fmt: skip
 
 
@@ -180,15 +206,17 @@ def test_hopper_kernel_finds_its_row_among_more_than_it_looks_at_at_once(
     query_lens = [1] * 600
     query_lens[3], query_lens[255], query_lens[256], query_lens[599] = 2, 17, 3, 200
     check(
-        paged_prefill_attention_hopper, 2, 1, 64, torch.bfloat16, query_lens, query_lens,
+        paged_prefill_attention_hopper, 9, 3, 64, torch.bfloat16, query_lens, query_lens,
         hopper, make_rows, assert_attention,
     )  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [paged_prefill_attention, paged_prefill_attention_triton])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (32, 8, 128), (16, 8, 128)])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "head_dim"),
+    [(torch.bfloat16, 9, 3, 64), (torch.bfloat16, 32, 8, 128), (torch.float16, 16, 8, 128)],
+)
 @pytest.mark.parametrize(
     ("seq_lens", "query_lens"), [([2048], [2048]), ([5000, 300, 77], [500, 300, 1]), ([129] * 20, [128] * 20)]
 )
@@ -203,14 +231,37 @@ def test_large(
     make_rows: Callable,
     assert_attention: Callable,
 ) -> None:
-    device, scale = torch.device("cuda"), head_dim**-0.5
-    rows = make_rows(seq_lens, kv_heads, head_dim, dtype)
-    table, row_slots = in_slots(rows.block_tables, list(range(len(seq_lens))))
-    metadata = (table, row_slots, starts(query_lens, device), rows.seq_lens, scale)
-    q = torch.randn(sum(query_lens), heads, head_dim, device=device).to(dtype)
-    out = torch.zeros_like(q)
-    kernel(q, rows.k_cache, rows.v_cache, *metadata, out)
-    expected = torch.zeros(q.shape, dtype=torch.float32, device=device)
-    exact = [cache.float() for cache in (q, rows.k_cache, rows.v_cache)]
-    paged_prefill_attention_reference(*exact, *metadata, expected)
-    assert_attention(out, expected.double().cpu())
+    check(
+        kernel, heads, kv_heads, head_dim, dtype, seq_lens, query_lens,
+        torch.device("cuda"), make_rows, assert_attention,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [paged_prefill_attention, paged_prefill_attention_triton])
+def test_a_captured_call_takes_the_rows_it_finds(
+    kernel: Callable[..., None], make_rows: Callable, assert_attention: Callable
+) -> None:
+    device = torch.device("cuda")
+    rows = make_rows([300, 200, 400], 3, 64, torch.bfloat16, where=device)
+    q = torch.randn(512, 9, 64, dtype=torch.bfloat16, device=device)
+    row_slots, query_start, seq_lens = (torch.zeros(size, dtype=torch.int32, device=device) for size in (4, 5, 4))
+    metadata = (rows.block_tables, row_slots, query_start, seq_lens, 0.125)
+    out = torch.empty_like(q)
+    kernel(q, rows.k_cache, rows.v_cache, *metadata, out)  # Compiles the kernel, which a capture may not.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(q, rows.k_cache, rows.v_cache, *metadata, out)
+    for slots, starts_of, lens in (
+        ([0, 1, 2, -1], [0, 300, 301, 401, 401], [300, 200, 400, 0]),
+        ([2, 0, -1, -1], [0, 112, 412, 412, 412], [400, 300, 0, 0]),
+    ):
+        for tensor, values in ((row_slots, slots), (query_start, starts_of), (seq_lens, lens)):
+            tensor.copy_(torch.tensor(values, dtype=torch.int32))
+        out.fill_(UNTOUCHED)
+        graph.replay()
+        expected = torch.full(q.shape, UNTOUCHED, dtype=torch.float32, device=device)
+        paged_prefill_attention_reference(
+            q.float(), rows.k_cache.float(), rows.v_cache.float(), *metadata, expected
+        )  # fmt: skip
+        assert_attention(out, expected.double().cpu())
