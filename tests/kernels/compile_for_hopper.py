@@ -18,6 +18,10 @@ TYPES = {
     "cos_sin_ptr": "*fp32",
     "log_sums_ptr": "*fp32",
     "partial_ptr": "*fp32",
+    "peaks_ptr": "*fp32",
+    "masses_ptr": "*fp32",
+    "bounds_ptr": "*fp32",
+    "candidates_ptr": "*fp32",
     "temperature_ptr": "*fp32",
     "top_p_ptr": "*fp32",
     "min_p_ptr": "*fp32",
@@ -33,6 +37,7 @@ TYPES = {
     "partial_keys_ptr": "*i64",
     "arrivals_ptr": "*i32",
     "seeds_ptr": "*i64",
+    "totals_ptr": "*i64",
     "slot_mapping_ptr": "*i64",
     "slots_ptr": "*i64",
     "eps": "fp32",
@@ -40,7 +45,7 @@ TYPES = {
 }
 INTEGERS = (
     "num_rows", "num_tokens", "outer_stride", "inner_stride", "q_stride", "k_stride", "v_stride", "width",
-    "vocab_start", "vocab_valid", "block_table_width", "token_table_width",
+    "vocab_start", "vocab_valid", "block_table_width", "token_table_width", "tiles",
 )  # fmt: skip
 
 ATTENTION = {"BLOCK_SIZE": 16, "BLOCK_N": 64, "UPCAST": False}
@@ -74,7 +79,11 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
         {"BLOCK": 1024, "STEPS": steps, "TILES": tiles, "ON_GPU": True, "num_warps": 4}
         for steps, tiles in ((1, 256), (16, 16))
     ],
-    "_filter_kernel": [{"BLOCK": 8192, "num_warps": 32}],
+    "survey_kernel": [{"TILE": 4096, "num_warps": 8}],
+    "interval_kernel": [{"TILES": 64, "CAPACITY": 16384, "SAMPLE": 8192, "num_warps": 16}],
+    "collect_kernel": [{"TILE": 2048, "CAPACITY": 16384, "num_warps": 8}],
+    "search_kernel": [{"BLOCK": 1024, "CAPACITY": 16384, "num_warps": 8}],
+    "apply_kernel": [{"TILE": 4096, "num_warps": 8}],
 }  # fmt: skip
 
 
@@ -103,8 +112,8 @@ def compile_variant(kernel: JITFunction, variant: dict[str, int]) -> None:
             signature[name] = "i32"
         else:
             signature[name] = TYPES.get(name, "*bf16")
-    # A filter works on float32 logits alone.
-    if kernel.__name__ == "_filter_kernel":
+    # The filters work on float32 logits alone.
+    if "min_p_ptr" in kernel.arg_names:
         signature["logits_ptr"] = "*fp32"
     compiled = compile(
         ASTSource(fn=kernel, signature=signature, constexprs=constants), GPUTarget("cuda", 90, 32), options=options
