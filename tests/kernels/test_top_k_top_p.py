@@ -137,20 +137,32 @@ def kinds_of_rows(width: int) -> list[torch.Tensor]:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make rows of a few hundred logits take every part of the Triton version that rows of 100,000 take."""
-    for name, value in (("TILE", 256), ("COLLECT_TILE", 128), ("SEARCH_BLOCK", 64), ("SAMPLE", 256), ("CAPACITY", 200)):
+    for name, value in (("TILE", 256), ("COLLECT_TILE", 128), ("SEARCH_BLOCK", 64), ("SAMPLE", 256), ("CAPACITY", 300)):
         monkeypatch.setattr(f"paceline.kernels.top_k_top_p._{name}", value)
 
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("shift", range(4))
 def test_any_row_under_any_setting(shift: int, device: torch.device) -> None:
-    """Over the shifts, a row of every kind meets a third of the settings."""
+    """Over the shifts, a row of every kind meets a third of the settings, and some meet a large k."""
     logits = torch.stack(kinds_of_rows(601))
     rows = [*MIXED[3 * shift :], *MIXED[: 3 * shift]]
+    rows[9 - shift] = (1.0, 200 + 50 * shift, 1.0, 0.0)
     expected = filter_logits_reference(logits.clone(), *settings(torch.device("cpu"), *rows))
     actual = filter_logits_triton(logits.to(device), *settings(device, *rows)).cpu()
     for row, setting in enumerate(rows):
         torch.testing.assert_close(actual[row], expected[row], rtol=0, atol=0, equal_nan=True, msg=f"{row}: {setting}")
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize(
+    "setting", [(1.0, 180, 1.0, 0.0), (1.0, 400, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (3.0, 0, 0.5, 0.1)]
+)
+def test_thresholds_far_from_the_peak(setting: tuple[float, int, float, float], device: torch.device) -> None:
+    """Most of what is kept lies above the logits that are searched."""
+    logits = torch.randn(3, 601)
+    expected = filter_logits_reference(logits.clone(), *settings(torch.device("cpu"), *[setting] * 3))
+    assert torch.equal(filter_logits_triton(logits.to(device), *settings(device, *[setting] * 3)).cpu(), expected)
 
 
 @pytest.mark.usefixtures("small_parts")
