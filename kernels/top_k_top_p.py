@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 
-_MAX_BLOCK = 8192
+from paceline.kernels.top_k_top_p_kernels import BOUNDS, TOTALS, apply_kernel, collect_kernel, survey_kernel
+from paceline.kernels.top_k_top_p_search import interval_kernel, search_kernel
+
+_TILE = 4096
+_COLLECT_TILE = 2048
+_SEARCH_BLOCK = 1024
+_SAMPLE = 8192
+_CAPACITY = 16384
+"""Logits of a row among which its threshold is searched for; a sample of _SAMPLE promises that they suffice."""
 
 
 def filter_logits(
@@ -73,136 +80,35 @@ def _weights(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 def filter_logits_triton(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """`filter_logits` by a Triton kernel, one program a row."""
-    num_rows, width = logits.shape
-    block = min(triton.next_power_of_2(width), _MAX_BLOCK)
-    _filter_kernel[(num_rows,)](logits, temperature, top_k, top_p, min_p, width, logits.stride(0), block, num_warps=32)
-    return logits
+    """`filter_logits` by Triton kernels, of which three read the rows, several programs a row.
 
-
-@triton.jit
-def _filter_kernel(
-    logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    top_k_ptr: tl.tensor,
-    top_p_ptr: tl.tensor,
-    min_p_ptr: tl.tensor,
-    width: tl.tensor,
-    outer_stride: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
-    limits_count = (top_k > 0) & (top_k < width)
-    limits_mass = top_p < 1.0
-    if (temperature <= 0.0) | ~(limits_count | limits_mass | (min_p > 0.0)):
-        return
-    row_ptr = logits_ptr + row * outer_stride
-    peak = _peak(row_ptr, width, BLOCK)
-    inverse_temperature = 1.0 / temperature
-    threshold = float("-inf")
-    if limits_count:
-        target = top_k.to(tl.float32)
-        threshold = _largest_threshold(row_ptr, width, threshold, target, peak, inverse_temperature, False, BLOCK)
-    if limits_mass:
-        target = top_p * _mass(row_ptr, width, threshold, peak, inverse_temperature, BLOCK)
-        threshold = _largest_threshold(row_ptr, width, threshold, target, peak, inverse_temperature, True, BLOCK)
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        logits = _load(row_ptr, columns, width)
-        kept = (logits >= threshold) & (_weight(logits, peak, inverse_temperature) >= min_p)
-        tl.store(row_ptr + columns, tl.where(kept, logits, float("-inf")), mask=columns < width)
-
-
-@triton.jit
-def _largest_threshold(
-    row_ptr: tl.tensor,
-    width: tl.tensor,
-    least: tl.tensor,
-    target: tl.tensor,
-    peak: tl.tensor,
-    inverse_temperature: tl.tensor,
-    BY_MASS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """Return the largest of float32 from least to peak at or above which the logits' count, or mass, reaches target.
-
-    Searches the integers that order the floats; each pass over the row tries three of them and keeps a quarter.
+    The first of these finds each row's peak and mass; from a sample of the row comes an interval that very likely holds
+    its threshold; the second collects the logits of the interval, among which the threshold is found; the third applies
+    it. An interval that does not hold the threshold, or holds too many logits, is noticed: then the whole row is
+    searched by one program. Masses of several programs add up as integers, so that a row's result depends neither on
+    its batch nor on the programs' order.
     """
-    low = _ordered(least).to(tl.int64)
-    high = _ordered(peak).to(tl.int64)
-    while low < high:
-        quarter = (high - low + 4) // 4
-        threshold_1 = _float_of(low + quarter)
-        threshold_2 = _float_of(tl.minimum(low + 2 * quarter, high))
-        threshold_3 = _float_of(tl.minimum(low + 3 * quarter, high))
-        amount_1 = tl.zeros((BLOCK,), dtype=tl.float32)
-        amount_2 = tl.zeros((BLOCK,), dtype=tl.float32)
-        amount_3 = tl.zeros((BLOCK,), dtype=tl.float32)
-        for start in range(0, width, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            logits = _load(row_ptr, columns, width)
-            amounts = _weight(logits, peak, inverse_temperature) if BY_MASS else tl.where(columns < width, 1.0, 0.0)
-            amount_1 += tl.where(logits >= threshold_1, amounts, 0.0)
-            amount_2 += tl.where(logits >= threshold_2, amounts, 0.0)
-            amount_3 += tl.where(logits >= threshold_3, amounts, 0.0)
-        reached = (tl.sum(amount_1, axis=0) >= target).to(tl.int64)
-        reached += ((tl.sum(amount_2, axis=0) >= target) & (low + 2 * quarter <= high)).to(tl.int64)
-        reached += ((tl.sum(amount_3, axis=0) >= target) & (low + 3 * quarter <= high)).to(tl.int64)
-        low += quarter * reached
-        high = tl.minimum(high, low + quarter - 1)
-    return _float_of(low)
-
-
-@triton.jit
-def _mass(
-    row_ptr: tl.tensor,
-    width: tl.tensor,
-    least: tl.tensor,
-    peak: tl.tensor,
-    inverse_temperature: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """Return the sum of the weights of logits at or above least."""
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, width, BLOCK):
-        logits = _load(row_ptr, start + tl.arange(0, BLOCK), width)
-        sums += tl.where(logits >= least, _weight(logits, peak, inverse_temperature), 0.0)
-    return tl.sum(sums, axis=0)
-
-
-@triton.jit
-def _peak(row_ptr: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    peaks = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-    for start in range(0, width, BLOCK):
-        peaks = tl.maximum(peaks, _load(row_ptr, start + tl.arange(0, BLOCK), width))
-    return tl.max(peaks, axis=0)
-
-
-@triton.jit
-def _load(row_ptr: tl.tensor, columns: tl.tensor, width: tl.tensor) -> tl.tensor:
-    logits = tl.load(row_ptr + columns, mask=columns < width, other=float("-inf"))
-    return tl.where(logits != logits, float("-inf"), logits)
-
-
-@triton.jit
-def _weight(logits: tl.tensor, peak: tl.tensor, inverse_temperature: tl.tensor) -> tl.tensor:
-    """Return probabilities relative to the likeliest token's; infinite logits have no difference from an equal peak."""
-    return tl.where(logits == peak, 1.0, tl.exp((logits - peak) * inverse_temperature))
-
-
-@triton.jit
-def _ordered(x: tl.tensor) -> tl.tensor:
-    """Return an int32 that compares as the float32 x does."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _float_of(ordered: tl.tensor) -> tl.tensor:
-    """Return the float32 whose `_ordered` is the given int64."""
-    bits = ordered.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    num_rows, width = logits.shape
+    tile = min(triton.next_power_of_2(width), _TILE)
+    tiles = triton.cdiv(width, tile)
+    capacity = min(width, _CAPACITY)
+    peaks, masses = torch.empty((2, num_rows, tiles), device=logits.device)
+    bounds = torch.empty((num_rows, BOUNDS.value), device=logits.device)
+    totals = torch.empty((num_rows, TOTALS.value), dtype=torch.int64, device=logits.device)
+    candidates = torch.empty((num_rows, capacity), device=logits.device)
+    rows = (logits, temperature, top_k, top_p, min_p)
+    stride = logits.stride(0)
+    survey_kernel[(tiles, num_rows)](*rows, peaks, masses, width, stride, TILE=tile, num_warps=8)
+    interval_kernel[(num_rows,)](
+        *rows, peaks, masses, bounds, totals, width, stride, tiles,
+        TILES=triton.next_power_of_2(tiles), CAPACITY=capacity, SAMPLE=_SAMPLE, num_warps=16,
+    )  # fmt: skip
+    collect_tile = min(tile, _COLLECT_TILE)
+    collect_kernel[(triton.cdiv(width, collect_tile), num_rows)](
+        *rows, bounds, totals, candidates, width, stride, TILE=collect_tile, CAPACITY=capacity, num_warps=8
+    )
+    search_kernel[(num_rows,)](
+        *rows, bounds, totals, candidates, width, stride, BLOCK=_SEARCH_BLOCK, CAPACITY=capacity, num_warps=8
+    )
+    apply_kernel[(tiles, num_rows)](*rows, bounds, width, stride, TILE=tile, num_warps=8)
+    return logits

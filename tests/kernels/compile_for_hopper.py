@@ -22,6 +22,10 @@ TYPES = {
     "cos_sin_ptr": "*fp32",
     "log_sums_ptr": "*fp32",
     "partial_ptr": "*fp32",
+    "peaks_ptr": "*fp32",
+    "masses_ptr": "*fp32",
+    "bounds_ptr": "*fp32",
+    "candidates_ptr": "*fp32",
     "temperature_ptr": "*fp32",
     "top_p_ptr": "*fp32",
     "min_p_ptr": "*fp32",
@@ -46,6 +50,7 @@ TYPES = {
     "partial_keys_ptr": "*i64",
     "arrivals_ptr": "*i32",
     "seeds_ptr": "*i64",
+    "totals_ptr": "*i64",
     "slot_mapping_ptr": "*i64",
     "slots_ptr": "*i32",
     "k_slots": HALF_BLOCK,
@@ -55,7 +60,7 @@ TYPES = {
 }
 INTEGERS = (
     "num_rows", "num_tokens", "num_columns", "outer_stride", "size", "width", "vocab_start", "vocab_valid",
-    "block_table_width", "token_table_width", "num_slots",
+    "block_table_width", "token_table_width", "num_slots", "tiles",
 )  # fmt: skip
 
 ATTENTION = {"BLOCK_SIZE": 16, "BLOCK_N": 64, "UPCAST": False}
@@ -112,7 +117,11 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
         {"BLOCK": 1024, "STEPS": steps, "TILES": tiles, "ON_GPU": True, "num_warps": 4}
         for steps, tiles in ((1, 256), (16, 16))
     ],
-    "_filter_kernel": [{"BLOCK": 8192, "num_warps": 32}],
+    "survey_kernel": [{"TILE": 4096, "num_warps": 8}],
+    "interval_kernel": [{"TILES": 64, "CAPACITY": 16384, "SAMPLE": 8192, "num_warps": 16}],
+    "collect_kernel": [{"TILE": 2048, "CAPACITY": 16384, "num_warps": 8}],
+    "search_kernel": [{"BLOCK": 1024, "CAPACITY": 16384, "num_warps": 8}],
+    "apply_kernel": [{"TILE": 4096, "num_warps": 8}],
 }  # fmt: skip
 
 
@@ -141,8 +150,8 @@ def compile_variant(kernel: JITFunction, variant: dict[str, int]) -> None:
             signature[name] = "i32"
         else:
             signature[name] = TYPES.get(name, "*bf16")
-    # A filter works on float32 logits alone.
-    if kernel.__name__ == "_filter_kernel":
+    # The filters work on float32 logits alone.
+    if "min_p_ptr" in kernel.arg_names:
         signature["logits_ptr"] = "*fp32"
     source = GluonASTSource if kernel.is_gluon() else ASTSource
     compiled = compile(

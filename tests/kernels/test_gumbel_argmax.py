@@ -122,25 +122,40 @@ def test_winners_anywhere_in_a_row_of_many_programs(sample: Sample, device: torc
         assert token_ids_of(sample(logits, *settings, 7, width)).tolist() == [7 + column for column in columns]
 
 
-@pytest.mark.parametrize("steps", [2, 8])
-def test_equal_scores_go_to_the_lowest_id_at_any_number_of_steps(
-    steps: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("paceline.kernels.gumbel_argmax._FULL_GRID", 2 * 8 // steps)
+@pytest.fixture(params=[1, 2, 8])
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a program of two rows of at most 8,192 columns take so many steps."""
+    monkeypatch.setattr("paceline.kernels.gumbel_argmax._FULL_GRID", 2 * 8 // request.param)
+
+
+@pytest.mark.usefixtures("steps")
+def test_equal_scores_go_to_the_lowest_id(device: torch.device) -> None:
     logits = torch.zeros(2, 8000, device=device)
-    for column in (7999, 5001, 3500, 3499):
+    for column in (7999, 5001, 3077, 3076, 2053):
         logits[:, column] = 1.0
         keys = gumbel_argmax_triton(logits, *rows(2, 0.0, device), 0, 8000)
         assert token_ids_of(keys).tolist() == [column] * 2
 
 
+def test_keys_do_not_depend_on_the_number_of_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, settings = torch.randn(2, 8100, device=device), rows(2, 0.8, device)
+    keys = []
+    for full_grid in (16, 4, 1):
+        monkeypatch.setattr("paceline.kernels.gumbel_argmax._FULL_GRID", full_grid)
+        keys.append(gumbel_argmax_triton(logits, *settings, 0, 8100))
+    assert torch.equal(keys[0], keys[1])
+    assert torch.equal(keys[0], keys[2])
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize("temperatures", [(0.0, 1.0), (0.5, 3.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_kernel_equals_reference(dtype: torch.dtype, device: torch.device) -> None:
-    logits = torch.randn(4, 5000, device=device).to(dtype)
-    settings = (torch.tensor([0.0, 0.5, 1.0, 3.0], device=device), *rows(4, 0.0, device)[1:])
+def test_kernel_equals_reference(dtype: torch.dtype, temperatures: tuple[float, float], device: torch.device) -> None:
+    logits = torch.randn(2, 8100, device=device).to(dtype)
+    settings = (torch.tensor(temperatures, device=device), *rows(2, 0.0, device)[1:])
     before = logits.clone()
-    actual = gumbel_argmax_triton(logits, *settings, 1000, 4990)
-    expected = gumbel_argmax_reference(logits, *settings, 1000, 4990)
+    actual = gumbel_argmax_triton(logits, *settings, 1000, 8050)
+    expected = gumbel_argmax_reference(logits, *settings, 1000, 8050)
     assert torch.equal(token_ids_of(actual), token_ids_of(expected))
     torch.testing.assert_close(scores_of(actual), scores_of(expected), rtol=NOISE_ERROR, atol=NOISE_ERROR)
     assert torch.equal(logits, before)

@@ -1,0 +1,260 @@
+"""The Triton kernels of `filter_logits` that search, one program a row: an interval, and in it the threshold."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paceline.kernels.top_k_top_p_kernels import BOUNDS, TOTALS, fixed, limits, load, weight
+
+
+@triton.jit
+def interval_kernel(
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    top_k_ptr: tl.tensor,
+    top_p_ptr: tl.tensor,
+    min_p_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    width: tl.tensor,
+    outer_stride: tl.tensor,
+    tiles: tl.tensor,
+    TILES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SAMPLE: tl.constexpr,
+) -> None:
+    """Join what `survey_kernel` found out about the tiles of a row, and choose the interval to collect."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    limits_count, limits_mass, limited = limits(temperature, top_k, top_p, min_p, width)
+    if ~limited:
+        return
+    inverse_temperature = 1.0 / temperature
+    columns = tl.arange(0, TILES)
+    peaks = load(peaks_ptr + row * tiles, columns, tiles)
+    peak = tl.max(peaks, axis=0)
+    masses = tl.load(masses_ptr + row * tiles + columns, mask=columns < tiles, other=0.0)
+    masses *= weight(peaks, peak, inverse_temperature)
+    low, high = float("-inf"), float("inf")
+    # What fits anyway is collected whole.
+    if (limits_count | limits_mass) & (width > CAPACITY) & (peak > float("-inf")):
+        stride = (width + SAMPLE - 1) // SAMPLE
+        sample = load(logits_ptr + row * outer_stride, tl.arange(0, SAMPLE) * stride, width)
+        if limits_count:
+            low, high = _interval(sample, peak, inverse_temperature, top_k.to(tl.float32), stride, False)
+            # A nucleus among the k largest is searched for among all of them.
+            high = tl.where(limits_mass, float("inf"), high)
+        else:
+            rest = (1.0 - top_p) * tl.sum(masses, axis=0)
+            low, high = _interval(sample, peak, inverse_temperature, rest, stride, True)
+    bounds_ptr += row * BOUNDS
+    tl.store(bounds_ptr, peak)
+    tl.store(bounds_ptr + 1, low)
+    tl.store(bounds_ptr + 2, high)
+    tl.store(bounds_ptr + 3, float("-inf"))
+    totals_ptr += row * TOTALS
+    for total in tl.static_range(4):
+        tl.store(totals_ptr + total, 0)
+    tl.store(totals_ptr + 4, tl.sum(fixed(masses), axis=0))
+
+
+@triton.jit
+def _interval(
+    sample: tl.tensor,
+    peak: tl.tensor,
+    inverse_temperature: tl.tensor,
+    amount: tl.tensor,
+    stride: tl.tensor,
+    BY_MASS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return low and high between which the threshold lies, very likely, by a sample of one logit in stride.
+
+    The threshold has amount logits at or above it, or BY_MASS an amount of mass below it: there the sample errs little,
+    for all weights are small. An amount of which the sample is expected to hold n (of the weight at the threshold) is
+    given 4 sqrt(n) + 4 either way. The search is over the leading bits of the distance from the peak, which order it.
+    """
+    distances = tl.where(sample == peak, 0.0, peak - sample).to(tl.int32, bitcast=True)
+    weights = weight(sample, peak, inverse_temperature) if BY_MASS else tl.where(sample == sample, 1.0, 0.0)
+    near = tl.full((), 0, dtype=tl.int32)
+    far, high_distance = near, near
+    for step in range(16):
+        near_try, far_try = near | (1 << (30 - step)), far | (1 << (30 - step))
+        if BY_MASS:
+            near_amount = stride * tl.sum(tl.where(distances > near_try, weights, 0.0), axis=0)
+            far_amount = stride * tl.sum(tl.where(distances > far_try, weights, 0.0), axis=0)
+            unit = stride * _weight_at(near_try, inverse_temperature)
+            sure = near_amount >= amount + _margin(amount, unit)
+            # Where the sample's weights are large beside the amount, nothing is sure, but it may be farther on.
+            closer = sure | ((near_amount >= amount) & (8 * unit > amount))
+            farther = far_amount > amount - _margin(amount, stride * _weight_at(far_try, inverse_temperature))
+        else:
+            near_amount = stride * tl.sum(tl.where(distances <= near_try, weights, 0.0), axis=0)
+            far_amount = stride * tl.sum(tl.where(distances <= far_try, weights, 0.0), axis=0)
+            margin = _margin(amount, 1.0 * stride)
+            sure = near_amount < amount - margin
+            closer = sure
+            farther = far_amount < amount + margin
+        high_distance = tl.where(sure, near_try, high_distance)
+        near = tl.where(closer, near_try, near)
+        far = tl.where(farther, far_try, far)
+    high = tl.where(high_distance > 0, peak - high_distance.to(tl.float32, bitcast=True), float("inf"))
+    # The step below the last bit tried. From the bits of infinity on, only logits of -inf are that far.
+    far += 1 << 15
+    low = tl.where(far < 0x7F800000, peak - far.to(tl.float32, bitcast=True), float("-inf"))
+    return low, high
+
+
+@triton.jit
+def _weight_at(distance: tl.tensor, inverse_temperature: tl.tensor) -> tl.tensor:
+    return tl.exp(-inverse_temperature * distance.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _margin(amount: tl.tensor, unit: tl.tensor) -> tl.tensor:
+    return 4.0 * tl.sqrt(amount * unit) + 4.0 * unit
+
+
+@triton.jit
+def search_kernel(
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    top_k_ptr: tl.tensor,
+    top_p_ptr: tl.tensor,
+    min_p_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    candidates_ptr: tl.tensor,
+    width: tl.tensor,
+    outer_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+) -> None:
+    """Find the threshold of one row, among what was collected if that holds it."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    limits_count, limits_mass, limited = limits(temperature, top_k, top_p, min_p, width)
+    if ~(limited & (limits_count | limits_mass)):
+        return
+    inverse_temperature = 1.0 / temperature
+    bounds_ptr += row * BOUNDS
+    totals_ptr += row * TOTALS
+    peak, low, high = tl.load(bounds_ptr), tl.load(bounds_ptr + 1), tl.load(bounds_ptr + 2)
+    count, mass = tl.load(totals_ptr), tl.load(totals_ptr + 1)
+    count_above, mass_above = tl.load(totals_ptr + 2), tl.load(totals_ptr + 3)
+    target_count, target_mass = top_k.to(tl.int64), _share(top_p, tl.load(totals_ptr + 4))
+    if limits_count:
+        held = (count_above < target_count) & (count_above + count >= target_count)
+    else:
+        held = (count_above == 0) | (mass_above < target_mass)
+        held = held & (mass_above + mass >= target_mass)
+    # An interval without bounds holds it too, if only because all logits above -inf stay.
+    held = held | ((low == float("-inf")) & (count_above == 0))
+    low, high = tl.where(held, low, float("-inf")), tl.where(held, high, float("inf"))
+    values_ptr = candidates_ptr + row * CAPACITY
+    if ~held | (count > CAPACITY):
+        values_ptr = logits_ptr + row * outer_stride
+        count, count_above, mass_above = count * 0 + width, count_above * 0, mass_above * 0
+    threshold, most = low, tl.minimum(high, peak)
+    if limits_count:
+        target = target_count - count_above
+        threshold = _largest_threshold(
+            values_ptr, count, threshold, most, target, peak, inverse_temperature, False, BLOCK
+        )
+        target_mass = _share(top_p, _mass(values_ptr, count, threshold, peak, inverse_temperature, BLOCK))
+    if limits_mass:
+        target = target_mass - mass_above
+        threshold = _largest_threshold(
+            values_ptr, count, threshold, most, target, peak, inverse_temperature, True, BLOCK
+        )
+    tl.store(bounds_ptr + 3, threshold)
+
+
+@triton.jit
+def _largest_threshold(
+    values_ptr: tl.tensor,
+    count: tl.tensor,
+    least: tl.tensor,
+    most: tl.tensor,
+    target: tl.tensor,
+    peak: tl.tensor,
+    inverse_temperature: tl.tensor,
+    BY_MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Return the largest float32 from least to most at or above which the values' number, or mass, reaches target.
+
+    Searches the integers that order the floats; each pass over the values tries three of them and keeps a quarter.
+    """
+    low = _ordered(least).to(tl.int64)
+    high = _ordered(most).to(tl.int64)
+    while low < high:
+        quarter = (high - low + 4) // 4
+        threshold_1 = _float_of(low + quarter)
+        threshold_2 = _float_of(tl.minimum(low + 2 * quarter, high))
+        threshold_3 = _float_of(tl.minimum(low + 3 * quarter, high))
+        amount_1 = tl.zeros((BLOCK,), dtype=tl.int64)
+        amount_2 = tl.zeros((BLOCK,), dtype=tl.int64)
+        amount_3 = tl.zeros((BLOCK,), dtype=tl.int64)
+        for start in range(0, count, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            values = load(values_ptr, columns, count)
+            amounts = _amounts(values, columns < count, peak, inverse_temperature, BY_MASS)
+            amount_1 += tl.where(values >= threshold_1, amounts, 0)
+            amount_2 += tl.where(values >= threshold_2, amounts, 0)
+            amount_3 += tl.where(values >= threshold_3, amounts, 0)
+        reached = (tl.sum(amount_1, axis=0) >= target).to(tl.int64)
+        reached += ((tl.sum(amount_2, axis=0) >= target) & (low + 2 * quarter <= high)).to(tl.int64)
+        reached += ((tl.sum(amount_3, axis=0) >= target) & (low + 3 * quarter <= high)).to(tl.int64)
+        low += quarter * reached
+        high = tl.minimum(high, low + quarter - 1)
+    return _float_of(low)
+
+
+@triton.jit
+def _mass(
+    values_ptr: tl.tensor,
+    count: tl.tensor,
+    least: tl.tensor,
+    peak: tl.tensor,
+    inverse_temperature: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Return the sum of the weights of values at or above least, as `_fixed` has them."""
+    sums = tl.zeros((BLOCK,), dtype=tl.int64)
+    for start in range(0, count, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        values = load(values_ptr, columns, count)
+        sums += tl.where(values >= least, _amounts(values, columns < count, peak, inverse_temperature, True), 0)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _amounts(
+    values: tl.tensor, real: tl.tensor, peak: tl.tensor, inverse_temperature: tl.tensor, BY_MASS: tl.constexpr
+) -> tl.tensor:
+    amounts = fixed(weight(values, peak, inverse_temperature)) if BY_MASS else tl.full(real.shape, 1, tl.int64)
+    return tl.where(real, amounts, 0)
+
+
+@triton.jit
+def _share(top_p: tl.tensor, mass: tl.tensor) -> tl.tensor:
+    return (top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
+
+
+@triton.jit
+def _ordered(x: tl.tensor) -> tl.tensor:
+    """Return an int32 that compares as the float32 x does."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _float_of(ordered: tl.tensor) -> tl.tensor:
+    """Return the float32 whose `_ordered` is the given int64."""
+    bits = ordered.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
