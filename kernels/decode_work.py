@@ -32,7 +32,7 @@ class DecodeWork:
     chunks: torch.Tensor
     """[W] int32: which chunk of the row."""
     chunk_len: torch.Tensor
-    """[1] int32: tokens in the cache a chunk; a row's last one has what is left, and the newest token."""
+    """[1] int32: tokens a chunk; a row's last one has what is left."""
     arrivals: torch.Tensor
     """[R * kv_heads] int32, zero between kernels: how many chunks of a row are done."""
 
@@ -93,8 +93,7 @@ def _plan_decode_kernel(
     length = tl.where(end - start == 1, tl.load(seq_lens_ptr + index, mask=real, other=0), 0)
     share = tl.cdiv(tl.sum(length.to(tl.int64), axis=0) * KV_HEADS, PROGRAMS).to(tl.int32)
     chunk_len = tl.maximum(tl.cdiv(share, BLOCK_N) * BLOCK_N, MIN_CHUNK)
-    # A row's newest token comes with its query and not from the cache, so that it belongs to no chunk by itself.
-    counts = tl.where(length > 0, tl.maximum(tl.cdiv(length - 1, chunk_len), 1), 0)
+    counts = tl.cdiv(length, chunk_len)
     ends = tl.cumsum(counts, axis=0)
 
     piece = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

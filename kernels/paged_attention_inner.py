@@ -63,18 +63,10 @@ def attend(
         scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale_log2
         if MASKED:
             scores = tl.where(present[None, :] & (tokens[None, :] <= limit[:, None]), scores, float("-inf"))
-        acc, row_max, row_sum = fold(acc, row_max, row_sum, scores, v)
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="tf32x3")
+        row_max = new_max
     return acc, row_max, row_sum
-
-
-@triton.jit
-def fold(
-    acc: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor, scores: tl.tensor, v: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold a tile's scores [M, N] and values v [N, BLOCK_D] into (acc, row_max, row_sum), which must not stay empty."""
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - new_max[:, None])
-    rescale = tl.exp2(row_max - new_max)
-    row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="tf32x3")
-    return acc, new_max, row_sum

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from paceline.kernels.paged_attention import paged_attention
+from paceline.kernels.rotary_and_store import rotary_and_store
 from paceline.model.communicator import Communicator
 from paceline.model.config import ModelConfig
 from paceline.model.context import StepContext
@@ -68,7 +69,7 @@ class Attention(nn.Module):
         """
         qkv, residual = self.qkv_proj(norm, hidden, residual)
         key_cache, value_cache = ctx.kv_caches[self._layer_index]
-        attended = paged_attention(
+        query = rotary_and_store(
             qkv,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
@@ -78,6 +79,11 @@ class Attention(nn.Module):
             key_cache,
             value_cache,
             ctx.slot_mapping,
+        )
+        attended = paged_attention(
+            query,
+            key_cache,
+            value_cache,
             block_tables=ctx.block_tables,
             row_slots=ctx.row_slots,
             query_start=ctx.query_start,

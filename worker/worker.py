@@ -151,10 +151,10 @@ class Worker:
                 self.follow(plan)
         if not on_gpu:
             return sum(parameter.nbytes for parameter in self._model.parameters())
-        peak = torch.cuda.max_memory_allocated(self._ranks.device)
-        torch.cuda.empty_cache()
-        # CUDA graphs keep a workspace of their own beside that of the steps that are too large for one.
-        return peak + (peak - weights)
+        workspace = torch.cuda.max_memory_allocated(self._ranks.device) - weights
+        # What the allocator holds now it keeps for the steps that are too large for a CUDA graph: to ask the driver
+        # for memory again would take longer than many a step. The graphs have a workspace of their own.
+        return torch.cuda.memory_reserved(self._ranks.device) + workspace
 
     def _count_blocks(self, in_use: int) -> int:
         block_size, kv_heads, head_dim = self._block_shape()

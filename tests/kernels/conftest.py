@@ -57,19 +57,6 @@ class PagedRows:
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
 
-    def take_newest(self, cache: torch.Tensor) -> torch.Tensor:
-        """Each row's newest entry of a cache, [R, K, D], which is NaN there from now on."""
-        block_size = cache.shape[1]
-        last = [length - 1 for length in self.seq_lens.tolist()]
-        slots = [
-            int(table[place // block_size]) * block_size + place % block_size
-            for table, place in zip(self.block_tables, last, strict=True)
-        ]
-        entries = cache.view(-1, *cache.shape[2:])
-        newest = entries[slots].clone()
-        entries[slots] = _NAN
-        return newest
-
     def expected(self, q: torch.Tensor, query_lens: list[int], scale: float) -> torch.Tensor:
         """Return causal attention in float64, a query at a time, of each row's last tokens, on the CPU."""
         out, token = [], 0
