@@ -15,10 +15,10 @@ import triton.language as tl
 
 from paceline.kernels.launch import num_processors
 
-PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 3
 BLOCK_N = 64
 """Tokens that the attention kernel takes at a time; chunks are multiples of it."""
-MIN_CHUNK = 128
+MIN_CHUNK = 64
 """Shorter chunks cost more in putting results together than they save."""
 _BLOCK = 64
 

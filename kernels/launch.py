@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
-import triton.language as tl
 
 
 @functools.cache
@@ -25,16 +23,3 @@ def dependent_launch(device: torch.device) -> bool:
     of them must do so, even one that needs nothing from the kernel just before it: whoever comes next relies on it.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@triton.jit
-def prefetch_lines(pointers: tl.tensor) -> None:
-    """Have the lines of memory at pointers, which must be valid, brought into the L2 cache; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

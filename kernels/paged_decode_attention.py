@@ -16,15 +16,12 @@ from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.kernels.decode_work import BLOCK_N, DecodeWork, plan_decode
-from paceline.kernels.launch import dependent_launch, prefetch_lines
+from paceline.kernels.launch import dependent_launch
 from paceline.kernels.paged_attention_inner import attend
 
 _GATHER_BYTES = 2 << 20
 """The reference gathers the keys of as many rows at a time as make this much: about a core's share of the cache."""
 _COMBINED_AT_ONCE = 8
-_NUM_STAGES = 3
-_PREFETCHED = 128
-"""Tokens of a chunk that are fetched into the L2 cache while the kernel before still runs: all but the newest are old."""
 
 
 def paged_decode_attention(
@@ -169,12 +166,10 @@ def paged_decode_attention_triton(
         triton.next_power_of_2(head_dim),
         BLOCK_N,
         _COMBINED_AT_ONCE,
-        _PREFETCHED,
         pdl,
         not q.is_cuda,
-        triton.next_power_of_2(triton.cdiv(head_dim * q.element_size(), 128)),
         num_warps=4,
-        num_stages=_NUM_STAGES,
+        num_stages=3,
         **({"launch_pdl": True} if pdl else {}),
     )
 
@@ -210,10 +205,8 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COMBINED: tl.constexpr,
-    PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
-    LINES: tl.constexpr,
 ) -> None:
     """One chunk of one row, one KV head with its GROUP query heads.
 
@@ -227,9 +220,8 @@ def _decode_kernel(
         gdc_launch_dependents()
     row = tl.load(rows_ptr + piece)
     if row < 0:
-        if PDL:
-            if piece == 0:
-                gdc_wait()  # the kernel as a whole must not end before the one it depends on
+        if PDL and piece == 0:
+            gdc_wait()  # the kernel as a whole must not end before the one it depends on
         return
     chunk = tl.load(chunks_ptr + piece)
     chunk_len = tl.load(chunk_len_ptr)
@@ -253,13 +245,6 @@ def _decode_kernel(
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
     if PDL:
-        for start in range(first, tl.minimum(last, first + PREFETCHED), BLOCK_N):
-            tokens = tl.minimum(start + tl.arange(0, BLOCK_N), last - 1)
-            blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
-            places = (blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
-            lines = tl.arange(0, LINES) * (HEAD_DIM // LINES)
-            prefetch_lines(k_ptr + places[:, None] + lines[None, :])
-            prefetch_lines(v_ptr + places[:, None] + lines[None, :])
         gdc_wait()
     q = tl.load(q_ptr + offsets, mask=mask, other=0.0)
     if UPCAST:

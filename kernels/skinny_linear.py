@@ -105,9 +105,11 @@ def _row_tile(num_columns: int, size: int) -> tuple[int, int, int]:
 
 
 def _tile(num_columns: int, size: int) -> _Tile:
-    """The cut for 2 to MAX_ROWS rows."""
-    slice_len = min(max(triton.next_power_of_2(size) // 4, 16), 256)
-    return _Tile(16 if num_columns < 32768 else 32, 4, slice_len if num_columns < 32768 else min(slice_len, 128))
+    """The cut for 2 to MAX_ROWS rows: slices of 256, so many that one pass takes the inner dimension up to 2048."""
+    if num_columns >= 32768:
+        return _Tile(32, 4, 128)
+    slices = 8 if size > 1024 else 4
+    return _Tile(16, slices, min(max(triton.next_power_of_2(size) // slices, 16), 256))
 
 
 @triton.jit
