@@ -20,6 +20,11 @@ BLOCK_N = 64
 """Tokens that the attention kernel takes at a time; chunks are multiples of it."""
 MIN_CHUNK = 64
 """Shorter chunks cost more in putting results together than they save."""
+UNALIGNED = [
+    "block_tables_ptr", "row_slots_ptr", "query_start_ptr", "seq_lens_ptr",
+    "rows_ptr", "chunks_ptr", "chunk_len_ptr", "arrivals_ptr",
+]  # fmt: skip
+"""Arguments of the attention kernels that may be views anywhere into larger tensors."""
 _BLOCK = 64
 
 

@@ -1,8 +1,8 @@
 """Attention of rows with one query token over their keys and values in the paged cache.
 
-The kernel takes a group of query heads that share a KV head as one matrix. Long rows are cut into chunks, as in
-Flash-Decoding (https://pytorch.org/blog/flash-decoding/), which decode_work deals out; the program that finishes a
-row's last chunk puts the row's results together, so that no second kernel is needed.
+Query heads that share a KV head are taken together. Long rows are cut into chunks, as in Flash-Decoding
+(https://pytorch.org/blog/flash-decoding/), which decode_work deals out; the program that finishes a row's last chunk
+puts the row's results together, so that no second kernel is needed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import math
 
 import torch
 import triton
-import triton.language as tl
 from torch.nn import functional
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.kernels.decode_work import BLOCK_N, DecodeWork, plan_decode
 from paceline.kernels.launch import dependent_launch
-from paceline.kernels.paged_attention_inner import attend
+from paceline.kernels.paged_decode_combine import COMBINED_AT_ONCE
+from paceline.kernels.paged_decode_group import decode_group_kernel
+from paceline.kernels.paged_decode_vector import LEAST, MAX_GROUP, decode_vector_kernel
 
 _GATHER_BYTES = 2 << 20
 """The reference gathers the keys of as many rows at a time as make this much: about a core's share of the cache."""
-_COMBINED_AT_ONCE = 8
+VECTOR_TILE = {1: (32, 1, 4), 2: (16, 1, 4), 4: (16, 1, 4)}
+"""For groups of up to so many heads: tokens of a tile, tiles fetched ahead, warps."""
 
 
 def paged_decode_attention(
@@ -132,15 +133,14 @@ def paged_decode_attention_triton(
     out: torch.Tensor,
     work: DecodeWork,
 ) -> None:
-    """`paged_decode_attention` by a Triton kernel."""
+    """`paged_decode_attention` by a Triton kernel, which depends on how many query heads share a KV head."""
     num_heads, head_dim = q.shape[1:]
     block_size, kv_heads = k_cache.shape[1:3]
     group = num_heads // kv_heads
     pieces = work.rows.shape[0]
-    partial = torch.empty((pieces, num_heads, head_dim), dtype=torch.float32, device=q.device)
-    log_sums = torch.empty((pieces, num_heads), dtype=torch.float32, device=q.device)
     pdl = dependent_launch(q.device)
-    _decode_kernel[(kv_heads, pieces)](
+    launch = {"launch_pdl": True} if pdl else {}
+    arguments = (
         q,
         k_cache,
         v_cache,
@@ -152,8 +152,8 @@ def paged_decode_attention_triton(
         work.chunks,
         work.chunk_len,
         work.arrivals,
-        partial,
-        log_sums,
+        torch.empty((pieces, num_heads, head_dim), dtype=torch.float32, device=q.device),
+        torch.empty((pieces, num_heads), dtype=torch.float32, device=q.device),
         out,
         scale * math.log2(math.e),
         block_tables.shape[1],
@@ -161,163 +161,34 @@ def paged_decode_attention_triton(
         kv_heads,
         block_size,
         head_dim,
-        max(16, triton.next_power_of_2(group)),
-        triton.next_power_of_2(group),
-        triton.next_power_of_2(head_dim),
-        BLOCK_N,
-        _COMBINED_AT_ONCE,
-        pdl,
-        not q.is_cuda,
-        num_warps=4,
-        num_stages=3,
-        **({"launch_pdl": True} if pdl else {}),
     )
-
-
-_INDEX_POINTERS = ["block_tables_ptr", "row_slots_ptr", "query_start_ptr", "seq_lens_ptr"]
-_WORK_POINTERS = ["rows_ptr", "chunks_ptr", "chunk_len_ptr", "arrivals_ptr"]
-
-
-@triton.jit(do_not_specialize_on_alignment=_INDEX_POINTERS + _WORK_POINTERS)
-def _decode_kernel(
-    q_ptr: tl.tensor,
-    k_cache_ptr: tl.tensor,
-    v_cache_ptr: tl.tensor,
-    block_tables_ptr: tl.tensor,
-    row_slots_ptr: tl.tensor,
-    query_start_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    chunks_ptr: tl.tensor,
-    chunk_len_ptr: tl.tensor,
-    arrivals_ptr: tl.tensor,
-    partial_ptr: tl.tensor,
-    log_sums_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    scale_log2: tl.tensor,
-    block_table_width: tl.tensor,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    COMBINED: tl.constexpr,
-    PDL: tl.constexpr,
-    UPCAST: tl.constexpr,
-) -> None:
-    """One chunk of one row, one KV head with its GROUP query heads.
-
-    A row of one chunk goes straight to out. The chunks of others leave their results in partial [W, H, D] and the
-    base-2 logarithms of their softmax denominators in log_sums [W, H].
-    """
-    # Pieces of nobody's come last, so that none of them is in the way of one that has to wait.
-    piece = tl.program_id(1)
-    kv_head = tl.program_id(0)
-    if PDL:
-        gdc_launch_dependents()
-    row = tl.load(rows_ptr + piece)
-    if row < 0:
-        if PDL and piece == 0:
-            gdc_wait()  # the kernel as a whole must not end before the one it depends on
-        return
-    chunk = tl.load(chunks_ptr + piece)
-    chunk_len = tl.load(chunk_len_ptr)
-    seq_len = tl.load(seq_lens_ptr + row)
-    slot = tl.load(row_slots_ptr + row).to(tl.int64)
-    token = tl.load(query_start_ptr + row).to(tl.int64)
-    first = chunk * chunk_len
-    last = tl.minimum(first + chunk_len, seq_len)
-    last_whole = first + (last - first) // BLOCK_N * BLOCK_N
-
-    members = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    mask = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    head = kv_head * GROUP + members
-    offsets = (token * KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + dims[None, :]
-    k_ptr = k_cache_ptr + kv_head * HEAD_DIM
-    v_ptr = v_cache_ptr + kv_head * HEAD_DIM
-    table_ptr = block_tables_ptr + slot * block_table_width
-    limit = tl.zeros((BLOCK_M,), dtype=tl.int32) + seq_len
-    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    if PDL:
-        gdc_wait()
-    q = tl.load(q_ptr + offsets, mask=mask, other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
-    # fmt: off
-    acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, first, last_whole, limit, scale_log2,
-        BLOCK_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, False, UPCAST,
-    )
-    acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, last_whole, last, limit, scale_log2,
-        BLOCK_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, True, UPCAST,
-    )
-    # fmt: on
-    result = acc / row_sum[:, None]
-    num_chunks = tl.cdiv(seq_len, chunk_len)
-    if num_chunks == 1:
-        tl.store(out_ptr + offsets, result, mask=mask)
-    else:
-        share = piece.to(tl.int64) * KV_HEADS * GROUP + head
-        tl.store(partial_ptr + share[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
-        tl.store(log_sums_ptr + share, row_max + tl.log2(row_sum), mask=members < GROUP)
-        tl.debug_barrier()  # All threads' results are written before one of them says so.
-        arrival_ptr = arrivals_ptr + row * KV_HEADS + kv_head
-        arrived = tl.atomic_add(arrival_ptr, 1, sem="acq_rel")
-        if arrived == num_chunks - 1:
-            tl.store(arrival_ptr, 0)  # for the next layer
-            first_share = (piece - chunk).to(tl.int64) * KV_HEADS * GROUP + kv_head * GROUP
-            _combine(
-                partial_ptr, log_sums_ptr, out_ptr + (token * KV_HEADS + kv_head) * GROUP * HEAD_DIM, first_share,
-                num_chunks, GROUP, KV_HEADS, HEAD_DIM, BLOCK_G, BLOCK_D, COMBINED,
-            )  # fmt: skip
-
-
-@triton.jit
-def _combine(
-    partial_ptr: tl.tensor,
-    log_sums_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    first_share: tl.tensor,
-    num_chunks: tl.tensor,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COMBINED: tl.constexpr,
-) -> None:
-    """Average a group's results over the chunks of its row, weighted by their softmax denominators."""
-    members = tl.arange(0, BLOCK_G)
-    dims = tl.arange(0, BLOCK_D)
-    acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
-    largest = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_G,), dtype=tl.float32)
-    for start in range(0, num_chunks, COMBINED):
-        chunk = start + tl.arange(0, COMBINED)
-        share = first_share + chunk[:, None] * KV_HEADS * GROUP + members[None, :]
-        mask = (chunk < num_chunks)[:, None] & (members < GROUP)[None, :]
-        # Other programs wrote these in this very kernel: they are in the L2 cache, and never in an older L1 line.
-        log_sums = tl.load(log_sums_ptr + share, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        partial = tl.load(
-            partial_ptr + share[:, :, None] * HEAD_DIM + dims[None, None, :],
-            mask=mask[:, :, None] & (dims < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
+    block_g, block_d = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
+    if group <= MAX_GROUP:
+        block_n, depth, num_warps = VECTOR_TILE[block_g]
+        decode_vector_kernel[(kv_heads, pieces)](
+            *arguments,
+            block_g,
+            block_d,
+            block_n,
+            depth,
+            COMBINED_AT_ONCE,
+            LEAST,
+            pdl,
+            num_warps=num_warps,
+            num_stages=1,
+            **launch,
         )
-        new_largest = tl.maximum(largest, tl.max(log_sums, axis=0))
-        safe = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # of members past the group
-        weights = tl.exp2(log_sums - safe[None, :])
-        rescale = tl.exp2(largest - safe)
-        total = total * rescale + tl.sum(weights, axis=0)
-        acc = acc * rescale[:, None] + tl.sum(partial * weights[:, :, None], axis=0)
-        largest = new_largest
-    offsets = members[:, None] * HEAD_DIM + dims[None, :]
-    mask = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(out_ptr + offsets, acc / total[:, None], mask=mask)
+    else:
+        decode_group_kernel[(kv_heads, pieces)](
+            *arguments,
+            max(16, block_g),
+            block_g,
+            block_d,
+            BLOCK_N,
+            COMBINED_AT_ONCE,
+            pdl,
+            not q.is_cuda,
+            num_warps=4,
+            num_stages=3,
+            **launch,
+        )

@@ -1,0 +1,108 @@
+"""Decode attention of large groups: the query heads that share a KV head are one matrix for the tensor cores."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paceline.kernels.decode_work import UNALIGNED
+from paceline.kernels.paged_attention_inner import attend
+from paceline.kernels.paged_decode_combine import combine_if_last
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def decode_group_kernel(
+    q_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    block_tables_ptr: tl.tensor,
+    row_slots_ptr: tl.tensor,
+    query_start_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    chunks_ptr: tl.tensor,
+    chunk_len_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    log_sums_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    block_table_width: tl.tensor,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COMBINED: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    """One chunk of one row, one KV head with its GROUP query heads.
+
+    A row of one chunk goes straight to out. The chunks of others leave their results in partial [W, H, D] and the
+    base-2 logarithms of their softmax denominators in log_sums [W, H].
+    """
+    # Pieces of nobody's come last, so that none of them is in the way of one that has to wait.
+    piece = tl.program_id(1)
+    kv_head = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.load(rows_ptr + piece)
+    if row < 0:
+        if PDL and piece == 0:
+            gdc_wait()  # the kernel as a whole must not end before the one it depends on
+        return
+    chunk = tl.load(chunks_ptr + piece)
+    chunk_len = tl.load(chunk_len_ptr)
+    seq_len = tl.load(seq_lens_ptr + row)
+    slot = tl.load(row_slots_ptr + row).to(tl.int64)
+    token = tl.load(query_start_ptr + row).to(tl.int64)
+    first = chunk * chunk_len
+    last = tl.minimum(first + chunk_len, seq_len)
+    last_whole = first + (last - first) // BLOCK_N * BLOCK_N
+
+    members = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + members
+    offsets = (token * KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + dims[None, :]
+    k_ptr = k_cache_ptr + kv_head * HEAD_DIM
+    v_ptr = v_cache_ptr + kv_head * HEAD_DIM
+    table_ptr = block_tables_ptr + slot * block_table_width
+    limit = tl.zeros((BLOCK_M,), dtype=tl.int32) + seq_len
+    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if PDL:
+        gdc_wait()
+    q = tl.load(q_ptr + offsets, mask=mask, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+    # fmt: off
+    acc, row_max, row_sum = attend(
+        acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, first, last_whole, limit, scale_log2,
+        BLOCK_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, False, UPCAST,
+    )
+    acc, row_max, row_sum = attend(
+        acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, last_whole, last, limit, scale_log2,
+        BLOCK_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, True, UPCAST,
+    )
+    # fmt: on
+    result = acc / row_sum[:, None]
+    num_chunks = tl.cdiv(seq_len, chunk_len)
+    if num_chunks == 1:
+        tl.store(out_ptr + offsets, result, mask=mask)
+    else:
+        share = piece.to(tl.int64) * KV_HEADS * GROUP + head
+        tl.store(partial_ptr + share[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
+        tl.store(log_sums_ptr + share, row_max + tl.log2(row_sum), mask=members < GROUP)
+        first_share = (piece - chunk).to(tl.int64) * KV_HEADS * GROUP + kv_head * GROUP
+        combine_if_last(
+            arrivals_ptr + row * KV_HEADS + kv_head, partial_ptr, log_sums_ptr,
+            out_ptr + (token * KV_HEADS + kv_head) * GROUP * HEAD_DIM, first_share,
+            num_chunks, GROUP, KV_HEADS, HEAD_DIM, BLOCK_G, BLOCK_D, COMBINED,
+        )  # fmt: skip
