@@ -17,7 +17,8 @@ import gpu_timing
 import report
 import torch
 
-from paceline.kernels.gumbel_argmax import gumbel_argmax, gumbel_noise, token_ids_of
+from paceline.kernels.gumbel_argmax import gumbel_argmax, token_ids_of
+from paceline.kernels.gumbel_noise import gumbel_noise
 from paceline.kernels.top_k_top_p import filter_logits, filter_logits_reference
 
 VOCAB = 151936
@@ -65,14 +66,14 @@ def main() -> None:
 
 
 def choose(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
     """The engine's choice of a token a row; the one place that knows how its kernel is called."""
-    return token_ids_of(gumbel_argmax(logits, temperature, seeds, positions, 0, logits.shape[1]))
+    return token_ids_of(gumbel_argmax(logits, temperature, seeds, positions, slots, 0, logits.shape[1]))
 
 
 def choose_by_torch(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
     """The usual way without a synchronisation: probabilities over exponential noise, from torch's generator."""
     probabilities = (logits.float() / temperature[:, None]).softmax(-1)
@@ -80,7 +81,7 @@ def choose_by_torch(
 
 
 def argmax_by_torch(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
     """Greedy choice."""
     return logits.argmax(-1)
@@ -91,6 +92,7 @@ def measure_argmax(rows: int) -> Iterator[dict[str, Any]]:
     """Check and time the choice of tokens at so many rows."""
     seeds = torch.randint(-(2**62), 2**62, (rows,), device="cuda")
     positions = torch.randint(0, 32768, (rows,), dtype=torch.int32, device="cuda")
+    slots = torch.arange(rows, dtype=torch.int32, device="cuda")
     for dtype in (torch.bfloat16, torch.float32):
         nbytes = rows * VOCAB * dtype.itemsize
         sets = [random_logits(rows, 1.0, dtype) for _ in range(gpu_timing.copies_beyond_cache(nbytes))]
@@ -99,10 +101,10 @@ def measure_argmax(rows: int) -> Iterator[dict[str, Any]]:
             for name, kernel in (("torch", torchs_way), ("paceline", choose)):
                 error = None
                 if kernel is not choose_by_torch:  # which draws other noise, so that there is nothing to compare with
-                    chosen = kernel(sets[0], temperature, seeds, positions)
+                    chosen = kernel(sets[0], temperature, seeds, positions, slots)
                     error = shortfall(chosen, sets[0], temperature, seeds, positions)
                     gpu_timing.check_error(f"{what} by {name} at {rows} rows", error, MAX_SHORTFALL)
-                calls = [partial(kernel, logits, temperature, seeds, positions) for logits in sets]
+                calls = [partial(kernel, logits, temperature, seeds, positions, slots) for logits in sets]
                 yield timed(rows, dtype, what, name, error, nbytes, calls)
 
 
