@@ -50,8 +50,8 @@ def skinny_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (the product, x + residual) of x [M, K] with the transpose of weight, accumulated in float32.
 
-    norm_weight [K]: x + residual goes through a root-mean-square norm first; its scale is applied to the product, so
-    the normed rows are never rounded. residual [M, K] is given with norm_weight alone. bias [N] is added.
+    norm_weight [K]: x + residual goes through a root-mean-square norm first, whose scale is applied to the product.
+    residual [M, K] is given with norm_weight alone. bias [N] is added.
     gated: weight is [2 * N, K] and the result silu(x @ weight[:N].T) * (x @ weight[N:].T).
     All of one type, contiguous.
     """

@@ -78,13 +78,8 @@ class _RuledRows:
     reported: _Group
     most_logprobs: int
     """How many top log-probabilities the reported rows need."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is nothing to do but to choose."""
-        groups = (self.penalised, self.filtered, self.reported)
-        entries = (self.biases, self.held_back)
-        return not (any(group.rows for group in groups) or any(entry.rows.numel() for entry in entries))
+    is_plain: bool
+    """Whether there is nothing to do but to choose, on any rank: not that this one's shard has nothing to adjust."""
 
 
 class Sampler:
@@ -155,11 +150,13 @@ class Sampler:
             for row, rule in enumerate(rules)
             for i, column in self._local_columns([token for token, _ in rule.logit_bias])
         ]
-        held_back = [
-            (row, column, until)
+        waiting = [
+            (row, until, rule.stop_ids)
             for row, (slot, rule) in enumerate(zip(rows.rows.slots, rules, strict=True))
             if self._state.host_known[slot] < (until := self._held_until(slot, rule))
-            for _, column in self._local_columns(rule.stop_ids)
+        ]
+        held_back = [
+            (row, column, until) for row, until, stop_ids in waiting for _, column in self._local_columns(stop_ids)
         ]
         *indices, bias_rows, bias_columns, bias_bits, held_rows, held_columns, held_until = upload_ints(
             [
@@ -184,6 +181,7 @@ class Sampler:
             filtered=filtered,
             reported=reported,
             most_logprobs=max((rule.logprobs for rule in rules), default=0),
+            is_plain=not (any(groups) or any(rule.logit_bias for rule in rules) or waiting),
         )
 
     def _held_until(self, slot: int, rule: RowSampling) -> int:

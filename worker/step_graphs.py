@@ -66,10 +66,11 @@ class StepGraphs(Generic[Result]):
             return None if rows is None else StepShape(rows, rows, has_prefills=False)
         tokens = _at_least(self._token_sizes, shape.num_tokens)
         # Few sizes of rows, since there is one graph for each pair.
-        rows = _at_least(self._row_sizes, next((size for size in (1, 16) if size >= shape.num_rows), shape.num_rows))
+        most = self._row_sizes[-1]
+        rows = _at_least([1, min(16, most), most], shape.num_rows)
         if rows is None or tokens is None:
             return None
-        return StepShape(tokens, self._row_sizes[-1] if rows > 16 else rows, has_prefills=True)
+        return StepShape(tokens, rows, has_prefills=True)
 
     def _capture(self, shape: StepShape) -> None:
         with self._state.without_rows():

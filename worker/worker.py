@@ -112,7 +112,7 @@ class Worker:
         return self._config.block_size, kv_heads, self.model_config.head_dim
 
     def _make_caches(self, num_blocks: int) -> list[KVCache]:
-        """Memory as it comes: attention reads nothing that was not stored, and untouched pages cost a CPU nothing."""
+        """Memory as it comes: attention uses nothing that was not stored, and untouched pages cost a CPU nothing."""
         shape = (num_blocks, *self._block_shape())
         options = {"dtype": self._dtype, "device": self._ranks.device}
         try:

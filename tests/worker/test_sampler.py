@@ -328,3 +328,16 @@ def test_no_rule_makes_a_step_wait_for_the_gpu(mixed: tuple[torch.Tensor, list[R
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert pending.result() == expected
+
+
+@pytest.mark.parametrize("rules", [{"logit_bias": ((3, 1.0),)}, {"min_tokens": 5, "stop_ids": (3,)}])
+def test_every_rank_finds_the_same_rows_plain(rules: dict[str, object]) -> None:
+    """Also a rank whose part of the vocabulary a rule does not touch: the ranks must launch the same steps."""
+
+    def is_plain(comm: Communicator, row: RowSampling) -> bool:
+        state = BatchState(1, 64, 16, CPU)
+        device_rows = state.apply(plan_of([([5, 6], 2, row)]))
+        return Sampler(state, comm, span_of(comm.rank, comm.size), VOCAB).is_plain(device_rows)
+
+    assert run_simulated_ranks(4, lambda comm: is_plain(comm, greedy(**rules))) == [False] * 4
+    assert run_simulated_ranks(4, lambda comm: is_plain(comm, greedy())) == [True] * 4
