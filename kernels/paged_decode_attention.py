@@ -21,8 +21,10 @@ from paceline.kernels.paged_decode_vector import LEAST, MAX_GROUP, decode_vector
 
 _GATHER_BYTES = 2 << 20
 """The reference gathers the keys of as many rows at a time as make this much: about a core's share of the cache."""
-VECTOR_TILE = {1: (32, 1, 4), 2: (16, 1, 4), 4: (16, 1, 4)}
-"""For groups of up to so many heads: tokens of a tile, tiles fetched ahead, warps."""
+_VECTOR_TILES: dict[tuple[int, int], tuple[int, int, int] | None] = {}
+"""Tokens of a tile, tiles fetched ahead and warps, by the powers of two that hold group and head size; None where the
+tensor cores are faster."""
+_USUAL_TILE = (16, 1, 4)
 
 
 def paged_decode_attention(
@@ -163,8 +165,9 @@ def paged_decode_attention_triton(
         head_dim,
     )
     block_g, block_d = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
-    if group <= MAX_GROUP:
-        block_n, depth, num_warps = VECTOR_TILE[block_g]
+    tile = _VECTOR_TILES.get((block_g, block_d), _USUAL_TILE) if group <= MAX_GROUP else None
+    if tile is not None:
+        block_n, depth, num_warps = tile
         decode_vector_kernel[(kv_heads, pieces)](
             *arguments,
             block_g,
