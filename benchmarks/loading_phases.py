@@ -41,11 +41,14 @@ def watch_loading(config: ModelConfig) -> Stopwatch:
     watch = Stopwatch()
     watch.watch("model", MODEL_CLASSES[config.architecture], "__init__")
     watch.watch("headers", checkpoint_files.CheckpointFiles, "__init__")
+    watch.watch("ledger", weights.Ledger, "__init__")
     watch.watch("ledger", weights.Ledger, "enter")
     watch.watch("parameters", weights, "_materialise")
     watch.watch("pinning", staging.StagingMemory, "_allocate")
     watch.watch("buffers", staging.StagingMemory, "buffers")
+    watch.watch("pieces", shard_reader.ShardReader, "__init__")
     watch.watch("run", shard_reader.ShardReader, "run")
+    watch.watch("check", shard_reader.ShardReader, "_check")
     watch.watch("start", shard_reader._Buffer, "start")
     watch.watch("read", checkpoint_files.StoredTensor, "read")
     watch.watch("finish", shard_reader._Buffer, "finish")
@@ -59,8 +62,8 @@ def phases(watch: Stopwatch, total: float, last: float) -> dict[str, float]:
         "model without memory": watch["model"],
         "headers and ledger": watch["headers"] + watch["ledger"],
         "memory for parameters": watch["parameters"],
-        "waiting for pinned memory": watch["buffers"],
-        "reading and copying": watch["run"] - watch["buffers"],
+        "cutting into pieces": watch["pieces"],
+        "reading and copying": watch["run"],
         "coverage": watch["coverage"],
         "last synchronisation": last,
     }
@@ -69,7 +72,9 @@ def phases(watch: Stopwatch, total: float, last: float) -> dict[str, float]:
     return {
         **steps,
         "(beside these: pinning": watch["pinning"],
-        "a thread's reads": watch["read"] / threads,
+        "checks of values": watch["check"],
+        "a thread's waits for pinned memory": watch["buffers"] / threads,
+        "its reads": watch["read"] / threads,
         "its launches": (watch["start"] - watch["read"]) / threads,
         "its waits for copies)": watch["finish"] / threads,
     }

@@ -6,10 +6,12 @@ it tells the others through a StopFlag. docs/loading.md has the rules.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -53,14 +55,15 @@ def load_model(
     Raises CheckpointError with all faults of the checkpoint in one line, LoadingStopped where only other ranks met
     any, and ModelConfigError where the rope type does not reach max_model_len.
     """
-    staging = StagingMemory(device)
-    model = MODEL_CLASSES[config.architecture](config, comm, dtype, max_model_len)
-    stop = stop or threading.Event()
-    if load_format == "dummy":
-        faults = _fill(model, _dummy_assignments(model, dtype, device), comm, device, staging, stop)
-    else:
-        with CheckpointFiles(Path(folder)) as files:
-            faults = _load_files(model, files, comm, device, dtype, staging, stop)
+    with _garbage_kept():
+        staging = StagingMemory(device)
+        model = MODEL_CLASSES[config.architecture](config, comm, dtype, max_model_len)
+        stop = stop or threading.Event()
+        if load_format == "dummy":
+            faults = _fill(model, _dummy_assignments(model, dtype, device), comm, device, staging, stop)
+        else:
+            with CheckpointFiles(Path(folder)) as files:
+                faults = _load_files(model, files, comm, device, dtype, staging, stop)
     if faults:
         shown = "; ".join(faults[:_MOST_FAULTS_SHOWN])
         more = f"; and {len(faults) - _MOST_FAULTS_SHOWN} more" if len(faults) > _MOST_FAULTS_SHOWN else ""
@@ -131,6 +134,9 @@ def _copies(model: CausalLM, assignment: Assignment) -> Iterator[Copy]:
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
     """Put a model's parameters, zero-filled, and its buffers on a device; tied parameters stay one."""
+    if device.type == "cuda":
+        # One request to the driver instead of one for each parameter, which torch cuts from what it then holds.
+        torch.empty(sum(parameter.nbytes for parameter in model.parameters()), dtype=torch.uint8, device=device)
     placed: dict[nn.Parameter, ShardedParameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -139,6 +145,22 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, placed[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Python's collector does not run meanwhile.
+
+    The objects made here live on. A collection that they set off goes through everything that was imported, which
+    takes 0.1 s and lets no thread run.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _log_choices(files: CheckpointFiles, ledger: Ledger, dtype: torch.dtype) -> None:
