@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.model import checkpoint_files, shard_reader, staging, weights
+from paceline.model import checkpoint_files, decoder, shard_reader, staging, weights
 from paceline.model.config import ModelConfig
 from paceline.model.coverage import Coverage
 from paceline.model.registry import MODEL_CLASSES
@@ -40,6 +40,7 @@ def watch_loading(config: ModelConfig) -> Stopwatch:
     """Watch the functions that load_model consists of, before it is called; `phases` reads the result."""
     watch = Stopwatch()
     watch.watch("model", MODEL_CLASSES[config.architecture], "__init__")
+    watch.watch("rotary table", decoder, "cos_sin_table")
     watch.watch("headers", checkpoint_files.CheckpointFiles, "__init__")
     watch.watch("ledger", weights.Ledger, "__init__")
     watch.watch("ledger", weights.Ledger, "enter")
@@ -71,8 +72,9 @@ def phases(watch: Stopwatch, total: float, last: float) -> dict[str, float]:
     threads = staging.num_readers()
     return {
         **steps,
-        "(beside these: pinning": watch["pinning"],
+        "(in these: rotary table": watch["rotary table"],
         "checks of values": watch["check"],
+        "beside these: pinning": watch["pinning"],
         "a thread's waits for pinned memory": watch["buffers"] / threads,
         "its reads": watch["read"] / threads,
         "its launches": (watch["start"] - watch["read"]) / threads,

@@ -25,7 +25,7 @@ from paceline.model.coverage import Coverage
 from paceline.model.decoder import CausalLM
 from paceline.model.dummy_tensors import DummyTensor
 from paceline.model.errors import CheckpointError
-from paceline.model.ledger import Assignment, Ledger, get_parameter, tensor_targets
+from paceline.model.ledger import Assignment, Ledger, get_parameter, sharded_parameters, tensor_targets
 from paceline.model.parameter import Copy, ShardedParameter
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_reader import ShardReader, StopFlag
@@ -95,8 +95,9 @@ def _load_files(
 def _dummy_assignments(model: CausalLM, dtype: torch.dtype, device: torch.device) -> list[Assignment]:
     """Random tensors for every shard, under the names that a checkpoint has."""
     assignments = []
+    parameters = sharded_parameters(model)
     for name, (parameter_name, shard_id) in tensor_targets(model).items():
-        shards = get_parameter(model, parameter_name).shards
+        shards = parameters[parameter_name].shards
         if shard_id in shards:
             tensor = DummyTensor(name, shards[shard_id].full_shape, dtype, device)
             assignments.append(Assignment(tensor, parameter_name, shard_id))
@@ -113,7 +114,8 @@ def _fill(
 ) -> list[str]:
     """Take memory and read each parameter's parts into it; the faults met, none where each element was written once."""
     _materialise(model, device)
-    copies = [copy for assignment in assignments for copy in _copies(model, assignment)]
+    parameters = sharded_parameters(model)
+    copies = [copy for assignment in assignments for copy in _copies(parameters[assignment.parameter_name], assignment)]
     coverage = Coverage(model)
     total = sum(copy.num_bytes for copy in copies)
     start = time.perf_counter()
@@ -127,8 +129,7 @@ def _fill(
     return faults or coverage.faults()
 
 
-def _copies(model: CausalLM, assignment: Assignment) -> Iterator[Copy]:
-    parameter = get_parameter(model, assignment.parameter_name)
+def _copies(parameter: ShardedParameter, assignment: Assignment) -> Iterator[Copy]:
     return parameter.weight_loader(parameter, assignment.tensor, assignment.shard_id)
 
 
