@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.model import checkpoint_files, shard_reader, staging, weights
+from paceline.model import checkpoint_files, decoder, shard_reader, staging, weights
 from paceline.model.config import ModelConfig
 from paceline.model.coverage import Coverage
 from paceline.model.registry import MODEL_CLASSES
@@ -40,12 +40,16 @@ def watch_loading(config: ModelConfig) -> Stopwatch:
     """Watch the functions that load_model consists of, before it is called; `phases` reads the result."""
     watch = Stopwatch()
     watch.watch("model", MODEL_CLASSES[config.architecture], "__init__")
+    watch.watch("rotary table", decoder, "cos_sin_table")
     watch.watch("headers", checkpoint_files.CheckpointFiles, "__init__")
+    watch.watch("ledger", weights.Ledger, "__init__")
     watch.watch("ledger", weights.Ledger, "enter")
     watch.watch("parameters", weights, "_materialise")
     watch.watch("pinning", staging.StagingMemory, "_allocate")
     watch.watch("buffers", staging.StagingMemory, "buffers")
+    watch.watch("pieces", shard_reader.ShardReader, "__init__")
     watch.watch("run", shard_reader.ShardReader, "run")
+    watch.watch("check", shard_reader.ShardReader, "_check")
     watch.watch("start", shard_reader._Buffer, "start")
     watch.watch("read", checkpoint_files.StoredTensor, "read")
     watch.watch("finish", shard_reader._Buffer, "finish")
@@ -59,8 +63,8 @@ def phases(watch: Stopwatch, total: float, last: float) -> dict[str, float]:
         "model without memory": watch["model"],
         "headers and ledger": watch["headers"] + watch["ledger"],
         "memory for parameters": watch["parameters"],
-        "waiting for pinned memory": watch["buffers"],
-        "reading and copying": watch["run"] - watch["buffers"],
+        "cutting into pieces": watch["pieces"],
+        "reading and copying": watch["run"],
         "coverage": watch["coverage"],
         "last synchronisation": last,
     }
@@ -68,8 +72,11 @@ def phases(watch: Stopwatch, total: float, last: float) -> dict[str, float]:
     threads = staging.num_readers()
     return {
         **steps,
-        "(beside these: pinning": watch["pinning"],
-        "a thread's reads": watch["read"] / threads,
+        "(in these: rotary table": watch["rotary table"],
+        "checks of values": watch["check"],
+        "beside these: pinning": watch["pinning"],
+        "a thread's waits for pinned memory": watch["buffers"] / threads,
+        "its reads": watch["read"] / threads,
         "its launches": (watch["start"] - watch["read"]) / threads,
         "its waits for copies)": watch["finish"] / threads,
     }

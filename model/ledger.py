@@ -40,7 +40,7 @@ class Ledger:
         self.ignored: list[str] = []
         """Tensors that the model does not need, as its family knows."""
         self._model = model
-        self._parameters = {name: get_parameter(model, name) for name, _ in model.named_parameters()}
+        self._parameters = sharded_parameters(model)
         self._targets = tensor_targets(model)
         self._filled_by: dict[tuple[str, ShardId], str] = {}
         self._faults: list[str] = []
@@ -114,7 +114,15 @@ def tensor_targets(model: CausalLM) -> dict[str, tuple[str, ShardId]]:
 
 def get_parameter(model: nn.Module, name: str) -> ShardedParameter:
     """The parameter of a name; TypeError where a layer was built with one that does not know its shards."""
-    parameter = model.get_parameter(name)
+    return _sharded(name, model.get_parameter(name))
+
+
+def sharded_parameters(model: nn.Module) -> dict[str, ShardedParameter]:
+    """All parameters by name, tied ones once; TypeError as of get_parameter, which takes longer for each."""
+    return {name: _sharded(name, parameter) for name, parameter in model.named_parameters()}
+
+
+def _sharded(name: str, parameter: nn.Parameter) -> ShardedParameter:
     if not isinstance(parameter, ShardedParameter):
         raise TypeError(f"{name} must be a ShardedParameter, not {type(parameter).__name__}")
     return parameter

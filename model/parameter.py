@@ -92,8 +92,9 @@ class ShardedParameter(nn.Parameter):
         weight_loader: WeightLoader | None = None,
         device: torch.device | str = "meta",
     ) -> ShardedParameter:
-        # Zeros, not empty: padding is what no tensor fills.
-        parameter = super().__new__(cls, torch.zeros(*shape, dtype=dtype, device=device), requires_grad=False)
+        # Zeros, since padding is what no tensor fills; the meta device has no values, but takes time to fill them.
+        create = torch.empty if torch.device(device).type == "meta" else torch.zeros
+        parameter = super().__new__(cls, create(*shape, dtype=dtype, device=device), requires_grad=False)
         parameter.shards = shards
         parameter.weight_loader = weight_loader or shard_copies
         return parameter

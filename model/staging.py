@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-READERS = 8
+READERS = 12
 BUFFERS_PER_READER = 2
 PIECE_BYTES = 8 << 20
 _ALIGNMENT = 256
@@ -15,27 +15,30 @@ _ALIGNMENT = 256
 
 
 class StagingMemory:
-    """Buffers of one size, cut from a single allocation, which is pinned where the device is a GPU.
+    """Each reader's buffers, cut from an allocation of its own, which is pinned where the device is a GPU.
 
-    To pin memory takes tens of milliseconds. So it is begun here, for pieces of the usual size, in a thread of its own.
+    To pin memory takes tens of milliseconds for all readers. So it is begun here, for pieces of the usual size, in a
+    thread of its own; one by one, so that a reader starts as soon as it has its own, and since torch rounds what it
+    pins up to a power of two.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         pool = ThreadPoolExecutor(1, thread_name_prefix="pin-memory")
-        self._usual = pool.submit(self._allocate, num_readers() * BUFFERS_PER_READER * PIECE_BYTES)
+        size = BUFFERS_PER_READER * PIECE_BYTES
+        self._usual = [pool.submit(self._allocate, size) for _ in range(num_readers())]
         pool.shutdown(wait=False)
 
-    def buffers(self, count: int, size: int) -> list[torch.Tensor]:
-        """So many of uint8 and of at least that size, for one user at a time.
+    def buffers(self, reader: int, size: int) -> list[torch.Tensor]:
+        """The buffers of one of num_readers() readers, each of uint8 and of at least that size.
 
         RuntimeError where the system does not give the memory.
         """
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
-        memory = self._usual.result()
-        if count * size > len(memory):
-            memory = self._allocate(count * size)
-        return list(memory[: count * size].view(count, size))
+        memory = self._usual[reader].result()
+        if BUFFERS_PER_READER * size > len(memory):
+            memory = self._allocate(BUFFERS_PER_READER * size)
+        return list(memory[: BUFFERS_PER_READER * size].view(BUFFERS_PER_READER, size))
 
     def _allocate(self, size: int) -> torch.Tensor:
         if self._device.type != "cuda":

@@ -6,10 +6,12 @@ it tells the others through a StopFlag. docs/loading.md has the rules.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ from paceline.model.coverage import Coverage
 from paceline.model.decoder import CausalLM
 from paceline.model.dummy_tensors import DummyTensor
 from paceline.model.errors import CheckpointError
-from paceline.model.ledger import Assignment, Ledger, get_parameter, tensor_targets
+from paceline.model.ledger import Assignment, Ledger, get_parameter, sharded_parameters, tensor_targets
 from paceline.model.parameter import Copy, ShardedParameter
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_reader import ShardReader, StopFlag
@@ -53,14 +55,15 @@ def load_model(
     Raises CheckpointError with all faults of the checkpoint in one line, LoadingStopped where only other ranks met
     any, and ModelConfigError where the rope type does not reach max_model_len.
     """
-    staging = StagingMemory(device)
-    model = MODEL_CLASSES[config.architecture](config, comm, dtype, max_model_len)
-    stop = stop or threading.Event()
-    if load_format == "dummy":
-        faults = _fill(model, _dummy_assignments(model, dtype, device), comm, device, staging, stop)
-    else:
-        with CheckpointFiles(Path(folder)) as files:
-            faults = _load_files(model, files, comm, device, dtype, staging, stop)
+    with _garbage_kept():
+        staging = StagingMemory(device)
+        model = MODEL_CLASSES[config.architecture](config, comm, dtype, max_model_len)
+        stop = stop or threading.Event()
+        if load_format == "dummy":
+            faults = _fill(model, _dummy_assignments(model, dtype, device), comm, device, staging, stop)
+        else:
+            with CheckpointFiles(Path(folder)) as files:
+                faults = _load_files(model, files, comm, device, dtype, staging, stop)
     if faults:
         shown = "; ".join(faults[:_MOST_FAULTS_SHOWN])
         more = f"; and {len(faults) - _MOST_FAULTS_SHOWN} more" if len(faults) > _MOST_FAULTS_SHOWN else ""
@@ -92,8 +95,9 @@ def _load_files(
 def _dummy_assignments(model: CausalLM, dtype: torch.dtype, device: torch.device) -> list[Assignment]:
     """Random tensors for every shard, under the names that a checkpoint has."""
     assignments = []
+    parameters = sharded_parameters(model)
     for name, (parameter_name, shard_id) in tensor_targets(model).items():
-        shards = get_parameter(model, parameter_name).shards
+        shards = parameters[parameter_name].shards
         if shard_id in shards:
             tensor = DummyTensor(name, shards[shard_id].full_shape, dtype, device)
             assignments.append(Assignment(tensor, parameter_name, shard_id))
@@ -110,7 +114,8 @@ def _fill(
 ) -> list[str]:
     """Take memory and read each parameter's parts into it; the faults met, none where each element was written once."""
     _materialise(model, device)
-    copies = [copy for assignment in assignments for copy in _copies(model, assignment)]
+    parameters = sharded_parameters(model)
+    copies = [copy for assignment in assignments for copy in _copies(parameters[assignment.parameter_name], assignment)]
     coverage = Coverage(model)
     total = sum(copy.num_bytes for copy in copies)
     start = time.perf_counter()
@@ -124,13 +129,15 @@ def _fill(
     return faults or coverage.faults()
 
 
-def _copies(model: CausalLM, assignment: Assignment) -> Iterator[Copy]:
-    parameter = get_parameter(model, assignment.parameter_name)
+def _copies(parameter: ShardedParameter, assignment: Assignment) -> Iterator[Copy]:
     return parameter.weight_loader(parameter, assignment.tensor, assignment.shard_id)
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
     """Put a model's parameters, zero-filled, and its buffers on a device; tied parameters stay one."""
+    if device.type == "cuda":
+        # One request to the driver instead of one for each parameter, which torch cuts from what it then holds.
+        torch.empty(sum(parameter.nbytes for parameter in model.parameters()), dtype=torch.uint8, device=device)
     placed: dict[nn.Parameter, ShardedParameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -139,6 +146,22 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, placed[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Python's collector does not run meanwhile.
+
+    The objects made here live on. A collection that they set off goes through everything that was imported, which
+    takes 0.1 s and lets no thread run.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _log_choices(files: CheckpointFiles, ledger: Ledger, dtype: torch.dtype) -> None:

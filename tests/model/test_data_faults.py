@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.model import shard_reader, weights
+from paceline.model import finite_values, shard_reader, staging, weights
 from paceline.model.communicator import Communicator, SingleRank, run_simulated_ranks
 from paceline.model.config import ModelConfig
 from paceline.model.coverage import Coverage
@@ -150,6 +150,47 @@ def test_a_rank_without_faults_stops_at_the_flag(own_tiny: Callable, monkeypatch
     stop.set()
     with pytest.raises(LoadingStopped):
         load(own_tiny().folder, stop=stop)
+
+
+class FlagAfter:
+    """A flag that another rank sets once it was asked so many times."""
+
+    def __init__(self, questions: int) -> None:
+        self._left = questions
+
+    def set(self) -> None:
+        self._left = 0
+
+    def is_set(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
+def test_what_was_read_before_the_flag_is_looked_at_though_it_is_not_a_whole_tensor(
+    own_tiny: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = own_tiny().folder
+    with (folder / "model.safetensors").open("rb") as file:
+        first = min(read_header(file), key=lambda entry: entry.begin)
+    change(folder, first.name, (0, 0), float("nan"))
+    monkeypatch.setattr(staging, "READERS", 1)
+    monkeypatch.setattr(shard_reader, "PIECE_BYTES", 1)  # a row
+    monkeypatch.setattr(shard_reader, "FAULT_GRACE_S", 0.0)
+    with pytest.raises(
+        CheckpointError, match=re.escape(f"tensor {first.name} in model.safetensors holds nan at [0, 0]")
+    ):
+        load(folder, stop=FlagAfter(3))
+
+
+def test_a_tensor_is_looked_at_in_parts_where_it_is_large(own_tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = own_tiny().folder
+    change(folder, Q_PROJ, (17, 5), float("nan"))
+    change(folder, Q_PROJ, (40, 3), float("inf"))
+    monkeypatch.setattr(finite_values, "_CHECKED_BYTES", 16 * 64 * 4)  # sixteen rows
+    monkeypatch.setattr(finite_values, "PIECE_BYTES", 64 * 4)
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    assert str(error.value).endswith(f"tensor {Q_PROJ} in model.safetensors holds nan at [17, 5]")
 
 
 def twice(parameter: ShardedParameter, loaded: LoadedTensor, shard_id: ShardId) -> Iterator[Copy]:

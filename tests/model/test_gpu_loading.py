@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.model import shard_reader
+from paceline.model import shard_reader, weights
 from paceline.model.communicator import Communicator, SingleRank, run_simulated_ranks
 from paceline.model.config import ModelConfig
 from paceline.model.errors import CheckpointError
+from paceline.model.registry import MODEL_CLASSES
 from paceline.model.weights import load_model
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +54,21 @@ def test_copies_come_after_the_zeros_that_a_busy_stream_has_yet_to_write(tiny: C
     torch.cuda.synchronize()
     for (name, parameter), (_, reference) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
         assert torch.equal(parameter.data.cpu(), reference.data), name
+
+
+def test_the_driver_is_asked_for_large_parameters_once(tiny: Callable) -> None:
+    config = ModelConfig.from_folder(tiny("qwen2", vocab_size=1 << 17, tie_word_embeddings=False).folder)
+    model = MODEL_CLASSES[config.architecture](config, SingleRank(), torch.bfloat16, 64)
+
+    def segments() -> int:
+        number: int = torch.cuda.memory_stats()["segment.large_pool.allocated"]
+        return number
+
+    torch.cuda.empty_cache()
+    before = segments()
+    weights._materialise(model, torch.device("cuda"))
+    assert sum(parameter.nbytes > 10 << 20 for parameter in model.parameters()) == 2
+    assert segments() - before == 1
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from paceline.model.communicator import SingleRank
+from paceline.model.config import ModelConfig
+from paceline.model.errors import CheckpointError
+from paceline.model.weights import load_model
 
 # 2 GiB in one file that takes no disk: its elements are a hole, which reads as zeros.
 CONFIG = {
@@ -112,3 +121,50 @@ def test_a_cast_takes_no_full_tensor_either(sparse: Path) -> None:
     costs = measure(sparse, 2, 8, "float32")
     assert costs["read"] <= 1.1 * costs["shard"] / 2
     assert costs["peak"] - costs["shard"] < 512 << 20
+
+
+@pytest.fixture
+def collections() -> Iterator[list[str]]:
+    """Notes collections of garbage, which begin at every few objects meanwhile; leaves the collector as it was."""
+    phases: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        phases.append(phase)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10)
+    gc.callbacks.append(note)
+    yield phases
+    gc.callbacks.remove(note)
+    gc.set_threshold(*thresholds)
+    gc.enable()
+
+
+def test_no_garbage_is_collected_meanwhile_since_that_lets_no_thread_run(
+    collections: list[str], tiny: Callable
+) -> None:
+    folder = tiny("qwen2").folder
+    config = ModelConfig.from_folder(folder)
+    collections.clear()
+    load_model(folder, config, SingleRank(), torch.device("cpu"), torch.float32, max_model_len=64)
+    assert len(collections) <= 2  # start and stop of one as the call begins or ends
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("folder_exists", [True, False])
+def test_the_collector_is_left_as_it_was(
+    enabled: bool, folder_exists: bool, collections: list[str], tiny: Callable, tmp_path: Path
+) -> None:
+    folder = tiny("qwen2").folder
+    config = ModelConfig.from_folder(folder)
+    (gc.enable if enabled else gc.disable)()
+    with contextlib.nullcontext() if folder_exists else pytest.raises(CheckpointError):
+        load_model(
+            folder if folder_exists else tmp_path,
+            config,
+            SingleRank(),
+            torch.device("cpu"),
+            torch.float32,
+            max_model_len=64,
+        )
+    assert gc.isenabled() == enabled

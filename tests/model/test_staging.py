@@ -10,7 +10,9 @@ from paceline.model.staging import BUFFERS_PER_READER, PIECE_BYTES, StagingMemor
 
 @pytest.mark.parametrize("size", [10, 1 << 12, PIECE_BYTES, PIECE_BYTES + 2])
 def test_buffers_do_not_overlap_and_hold_any_type(size: int) -> None:
-    buffers = StagingMemory(torch.device("cpu")).buffers(num_readers() * BUFFERS_PER_READER, size)
+    staging = StagingMemory(torch.device("cpu"))
+    buffers = [buffer for reader in range(num_readers()) for buffer in staging.buffers(reader, size)]
+    assert len(buffers) == num_readers() * BUFFERS_PER_READER
     for number, buffer in enumerate(buffers):
         assert len(buffer) >= size
         buffer[:8].view(torch.float64).fill_(number)
@@ -22,4 +24,4 @@ def test_buffers_do_not_overlap_and_hold_any_type(size: int) -> None:
 
 @pytest.mark.gpu
 def test_buffers_for_a_gpu_are_pinned() -> None:
-    assert all(buffer.is_pinned() for buffer in StagingMemory(torch.device("cuda")).buffers(4, PIECE_BYTES))
+    assert all(buffer.is_pinned() for buffer in StagingMemory(torch.device("cuda")).buffers(0, PIECE_BYTES))

@@ -1,0 +1,44 @@
+"""Whether what was copied is finite, asked where it lies now: one small answer for many parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from paceline.model.parameter import Copy
+from paceline.model.staging import PIECE_BYTES
+
+_CHECKED_BYTES = 256 << 20
+"""Of the source, looked at by one reduction; well within the 2 GiB that a GPU reaches by 32-bit offsets."""
+
+
+def not_finite(copies: Sequence[Copy]) -> Iterator[Copy]:
+    """The parts that hold a NaN or an infinity in the parameter, of copies that were carried out."""
+    parts = [part for copy in copies for part in copy.pieces(_CHECKED_BYTES)]
+    if not parts:
+        return
+    # A value that is not finite shows in the smallest or the largest, without a tensor of flags.
+    extremes = [extreme for part in parts for extreme in torch.aminmax(part.destination)]
+    # All of them come in one transfer, since each is waited for.
+    for part, pair in zip(parts, torch.stack(extremes).view(-1, 2).tolist(), strict=True):
+        if not all(map(math.isfinite, pair)):
+            yield part
+
+
+def describe_not_finite(part: Copy) -> str:
+    """Name the first value of a part that is not finite in the parameter, by its place in the full tensor.
+
+    It is read from the file again. Raises CheckpointError where that cannot be done.
+    """
+    pieces = ((piece, piece.destination.isfinite()) for piece in part.pieces(PIECE_BYTES))
+    piece, finite = next((piece, finite) for piece, finite in pieces if not finite.all())
+    place = torch.unravel_index(finite.flatten().view(torch.uint8).argmin().cpu(), finite.shape)
+    index = [box.start + int(number) for box, number in zip(piece.source, place, strict=True)]
+    box = tuple(slice(number, number + 1) for number in index)
+    value = piece.tensor.read(box, torch.empty(piece.tensor.dtype.itemsize, dtype=torch.uint8)).item()
+    what = f"tensor {piece.tensor.name} in {piece.tensor.file_name} holds {value:g} at {index}"
+    if math.isfinite(value):
+        return f"{what}, beyond {str(piece.parameter.dtype).removeprefix('torch.')}; choose another dtype"
+    return what
