@@ -15,10 +15,10 @@ import triton.language as tl
 
 from paceline.kernels.launch import num_processors
 
-PROGRAMS_PER_PROCESSOR = 3
+PROGRAMS_PER_PROCESSOR = 4
 BLOCK_N = 64
 """Tokens that the attention kernel takes at a time; chunks are multiples of it."""
-MIN_CHUNK = 64
+MIN_CHUNK = 128
 """Shorter chunks cost more in putting results together than they save."""
 UNALIGNED = [
     "block_tables_ptr", "row_slots_ptr", "query_start_ptr", "seq_lens_ptr",

@@ -1,6 +1,6 @@
 """Attention of rows with one query token over their keys and values in the paged cache.
 
-Query heads that share a KV head are taken together. Long rows are cut into chunks, as in Flash-Decoding
+Query heads that share a KV head are taken as one matrix. Long rows are cut into chunks, as in Flash-Decoding
 (https://pytorch.org/blog/flash-decoding/), which decode_work deals out; the program that finishes a row's last chunk
 puts the row's results together, so that no second kernel is needed.
 """
@@ -15,16 +15,10 @@ from torch.nn import functional
 
 from paceline.kernels.decode_work import BLOCK_N, DecodeWork, plan_decode
 from paceline.kernels.launch import dependent_launch
-from paceline.kernels.paged_decode_combine import COMBINED_AT_ONCE
-from paceline.kernels.paged_decode_group import decode_group_kernel
-from paceline.kernels.paged_decode_vector import LEAST, MAX_GROUP, decode_vector_kernel
+from paceline.kernels.paged_decode_kernel import COMBINED_AT_ONCE, decode_kernel
 
 _GATHER_BYTES = 2 << 20
 """The reference gathers the keys of as many rows at a time as make this much: about a core's share of the cache."""
-_VECTOR_TILES: dict[tuple[int, int], tuple[int, int, int] | None] = {}
-"""Tokens of a tile, tiles fetched ahead and warps, by the powers of two that hold group and head size; None where the
-tensor cores are faster."""
-_USUAL_TILE = (16, 1, 4)
 
 
 def paged_decode_attention(
@@ -135,14 +129,13 @@ def paged_decode_attention_triton(
     out: torch.Tensor,
     work: DecodeWork,
 ) -> None:
-    """`paged_decode_attention` by a Triton kernel, which depends on how many query heads share a KV head."""
+    """`paged_decode_attention` by a Triton kernel."""
     num_heads, head_dim = q.shape[1:]
     block_size, kv_heads = k_cache.shape[1:3]
     group = num_heads // kv_heads
     pieces = work.rows.shape[0]
     pdl = dependent_launch(q.device)
-    launch = {"launch_pdl": True} if pdl else {}
-    arguments = (
+    decode_kernel[(kv_heads, pieces)](
         q,
         k_cache,
         v_cache,
@@ -163,35 +156,14 @@ def paged_decode_attention_triton(
         kv_heads,
         block_size,
         head_dim,
+        max(16, triton.next_power_of_2(group)),
+        triton.next_power_of_2(group),
+        triton.next_power_of_2(head_dim),
+        BLOCK_N,
+        COMBINED_AT_ONCE,
+        pdl,
+        not q.is_cuda,
+        num_warps=4,
+        num_stages=3,
+        **({"launch_pdl": True} if pdl else {}),
     )
-    block_g, block_d = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
-    tile = _VECTOR_TILES.get((block_g, block_d), _USUAL_TILE) if group <= MAX_GROUP else None
-    if tile is not None:
-        block_n, depth, num_warps = tile
-        decode_vector_kernel[(kv_heads, pieces)](
-            *arguments,
-            block_g,
-            block_d,
-            block_n,
-            depth,
-            COMBINED_AT_ONCE,
-            LEAST,
-            pdl,
-            num_warps=num_warps,
-            num_stages=1,
-            **launch,
-        )
-    else:
-        decode_group_kernel[(kv_heads, pieces)](
-            *arguments,
-            max(16, block_g),
-            block_g,
-            block_d,
-            BLOCK_N,
-            COMBINED_AT_ONCE,
-            pdl,
-            not q.is_cuda,
-            num_warps=4,
-            num_stages=3,
-            **launch,
-        )

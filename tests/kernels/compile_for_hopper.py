@@ -70,7 +70,7 @@ HEADS = (
     {"GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": 256, "BLOCK_D": 256},
 )
 ROTARY = {"Q_HEADS": 9, "KV_HEADS": 3, "HEAD_DIM": 80, "BLOCK_HEADS": 8, "PDL": True, "num_warps": 4}
-DECODE = {"COMBINED": 8, "PDL": True, "num_warps": 4}
+DECODE = {"COMBINED": 8, "PDL": True, "num_warps": 4, "num_stages": 3}
 SKINNY = {"BLOCK_M": 8, "BLOCK_N": 16, "SLICES": 4, "SLICE": 256, "UPCAST": False, "num_warps": 4}
 EXTRAS = {"NORM": True, "RESIDUAL": True, "GATED": True, "BIAS": False, "PDL": True}
 # The constexpr arguments of each kernel, once or more, and the options its launch function passes.
@@ -89,16 +89,7 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
     "_plan_decode_kernel": [
         {"KV_HEADS": 3, "PROGRAMS": 528, "MIN_CHUNK": 128, "BLOCK_N": 64, "BLOCK_R": 256, "BLOCK": 64, "num_warps": 4}
     ],
-    "decode_group_kernel": [
-        {**ATTENTION, **heads, "BLOCK_M": 16, "BLOCK_G": 4, **DECODE, "num_stages": 3} for heads in HEADS
-    ],
-    "decode_vector_kernel": [
-        {
-            "GROUP": group, "KV_HEADS": 8, "BLOCK_SIZE": 16, "HEAD_DIM": head_dim, "BLOCK_G": group, "BLOCK_D": 128,
-            "BLOCK_N": 16, "DEPTH": depth, "LEAST": -1e30, **DECODE, "num_stages": 1,
-        }
-        for group, head_dim, depth in ((1, 80, 1), (2, 128, 2), (4, 128, 1))
-    ],
+    "decode_kernel": [{**ATTENTION, **heads, "BLOCK_M": 16, "BLOCK_G": 4, **DECODE} for heads in HEADS],
     "_row_kernel": [
         {**EXTRAS, "SIZE": 1024, "BLOCK_N": 8, "BLOCK_K": 1024, "num_warps": 4},
         {**EXTRAS, "SIZE": 12288, "BLOCK_N": 4, "BLOCK_K": 4096, "num_warps": 8},
