@@ -21,6 +21,38 @@ MAX_TOKENS = 2048
 """Beyond, a step takes the GPU so long that launching it costs nothing."""
 
 
+class GraphShapes:
+    """The shapes that have graphs, and which of them a step takes."""
+
+    def __init__(self, max_rows: int, max_tokens: int) -> None:
+        self._rows = row_sizes(max_rows)
+        self._tokens = token_sizes(min(max_tokens, MAX_TOKENS))
+        most = self._rows[-1]
+        # Few sizes for steps with prompts, since there is one graph for each pair.
+        self._rows_with_prompts = sorted({1, min(16, most), most})
+
+    def round(self, shape: StepShape) -> StepShape | None:
+        """The smallest shape that holds a step; None where it is too large."""
+        if not shape.has_prefills:
+            rows = _at_least(self._rows, shape.num_rows)
+            return None if rows is None else StepShape(rows, rows, has_prefills=False)
+        rows = _at_least(self._rows_with_prompts, shape.num_rows)
+        tokens = _at_least(self._tokens, shape.num_tokens)
+        if rows is None or tokens is None:
+            return None
+        return StepShape(tokens, rows, has_prefills=True)
+
+    def all(self) -> list[StepShape]:
+        """All that `round` can give, the largest first."""
+        shapes = [StepShape(rows, rows, has_prefills=False) for rows in self._rows]
+        smaller = 0
+        for rows in self._rows_with_prompts:
+            # A step takes so many rows where it has more than the next smaller size, and more tokens than rows.
+            shapes += [StepShape(tokens, rows, has_prefills=True) for tokens in self._tokens if tokens > smaller + 1]
+            smaller = rows
+        return sorted(shapes, key=lambda shape: (shape.num_rows, shape.num_tokens), reverse=True)
+
+
 class StepGraphs(Generic[Result]):
     """The graphs of one body on one rank; all share a pool of memory, for only one of them runs at a time."""
 
@@ -35,23 +67,22 @@ class StepGraphs(Generic[Result]):
         self._body = body
         self._state = state
         self._device = state.device
-        self._row_sizes = row_sizes(state.num_slots)
-        self._token_sizes = token_sizes(min(max_tokens, MAX_TOKENS))
+        self._shapes = GraphShapes(state.num_slots, max_tokens)
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Result]] = {}
         self._pool: Any = pool  # torch has no name for its type
         self._stream = torch.cuda.Stream(self._device)
 
-    def capture_decodes(self) -> None:
-        """Record the decoding steps of all sizes, the largest first, whose memory the others then share."""
-        for size in reversed(self._row_sizes):
-            self._capture(StepShape(size, size, has_prefills=False))
+    def capture_all(self) -> None:
+        """Record every shape, the largest first, in whose memory the others then find room."""
+        for shape in self._shapes.all():
+            self._capture(shape)
 
     def run(self, shape: StepShape) -> Result | None:
         """Start a step and return its result, which the next one overwrites; None where it is too large for a graph.
 
         Whoever uses it must be ordered on the current stream.
         """
-        rounded = self._round(shape)
+        rounded = self._shapes.round(shape)
         if rounded is None:
             return None
         if rounded not in self._graphs:
@@ -59,18 +90,6 @@ class StepGraphs(Generic[Result]):
         graph, result = self._graphs[rounded]
         graph.replay()
         return result
-
-    def _round(self, shape: StepShape) -> StepShape | None:
-        rows = _at_least(self._row_sizes, shape.num_rows)
-        if not shape.has_prefills:
-            return None if rows is None else StepShape(rows, rows, has_prefills=False)
-        tokens = _at_least(self._token_sizes, shape.num_tokens)
-        # Few sizes of rows, since there is one graph for each pair.
-        most = self._row_sizes[-1]
-        rows = _at_least([1, min(16, most), most], shape.num_rows)
-        if rows is None or tokens is None:
-            return None
-        return StepShape(tokens, rows, has_prefills=True)
 
     def _capture(self, shape: StepShape) -> None:
         with self._state.without_rows():

@@ -167,7 +167,7 @@ class Worker:
         shared = self.state, self._config.max_batched_tokens, torch.cuda.graph_pool_handle()
         self._step_graphs = StepGraphs(self._launch_step, *shared)
         self._hidden_graphs = StepGraphs(self._launch_hidden, *shared)
-        self._step_graphs.capture_decodes()
+        self._step_graphs.capture_all()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingResult:

@@ -10,9 +10,9 @@ import torch
 
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.messages import Admission, RowSampling, StepPlan, StepRows
-from paceline.worker.batch_state import GREEDY
+from paceline.worker.batch_state import GREEDY, StepShape
 from paceline.worker.ranks import RankGroup
-from paceline.worker.step_graphs import row_sizes, token_sizes
+from paceline.worker.step_graphs import GraphShapes, row_sizes, token_sizes
 from paceline.worker.worker import Worker
 
 SLOTS = 21
@@ -35,6 +35,27 @@ def test_sizes_of_steps_with_prompts_waste_at_most_a_third(most: int) -> None:
     assert sizes[-1] == most
     for tokens in range(16, most + 1):
         assert min(size for size in sizes if size >= tokens) <= 1.5 * tokens
+
+
+@pytest.mark.parametrize(("max_rows", "max_tokens"), [(1, 64), (3, 40), (21, 50), (256, 300)])
+def test_all_shapes_are_those_that_steps_take(max_rows: int, max_tokens: int) -> None:
+    shapes = GraphShapes(max_rows, max_tokens)
+    steps = [StepShape(rows, rows, has_prefills=False) for rows in range(1, max_rows + 1)]
+    steps += [
+        StepShape(tokens, rows, has_prefills=True)
+        for tokens in range(2, max_tokens + 1)
+        for rows in range(1, min(tokens, max_rows + 1))
+    ]
+    taken = [shapes.round(step) for step in steps]
+    for step, shape in zip(steps, taken, strict=True):
+        assert shape is not None
+        assert (shape.num_rows, shape.num_tokens) >= (step.num_rows, 0)
+        assert shape.num_tokens >= step.num_tokens
+        assert shape.has_prefills == step.has_prefills
+    listed = shapes.all()
+    assert len(listed) == len(set(listed))
+    assert set(taken) == set(listed)
+    assert shapes.round(StepShape(max_tokens + 1, 1, has_prefills=True)) is None
 
 
 def script() -> list[StepPlan]:
