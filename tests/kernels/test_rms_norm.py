@@ -40,18 +40,6 @@ def test_kernel_equals_reference(
     assert_rounded(rms_norm_triton(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5), roundings=2)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_kernel_reads_heads_within_a_fused_projection(
-    head_dim: int, device: torch.device, assert_rounded: Callable[..., None]
-) -> None:
-    qkv = torch.randn(5, 15 * head_dim, device=device)
-    weight = torch.randn(head_dim, device=device)
-    k = qkv[:, 9 * head_dim : 12 * head_dim].view(5, 3, head_dim)
-    out = rms_norm_triton(k, weight, 1e-6)
-    assert out.is_contiguous()
-    assert_rounded(out, rms_norm_reference(k, weight, 1e-6))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [100, 576])
 def test_add_kernel_equals_reference(
