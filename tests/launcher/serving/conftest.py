@@ -100,12 +100,15 @@ class EchoEngine:
                     ids = ids[: ids.index(stop) + 1]
                 reason = "stop" if stop is not None else "length" if place >= len(said) else None
                 logprobs = () if params.logprobs is None else [self._logprobs(token, params.logprobs) for token in ids]
-                timings = None if reason is None else RequestTimings(0.0, 0.01, 0.02, 1.0)
+                timings = None
+                if reason is not None:
+                    timings = RequestTimings(0.0, 0.01, 0.02, 1.0)
+                    del self.running[request_id]
                 yield TokenNews(ids, logprobs, len(prompt), cached, reason, stop, timings)
                 if reason is not None:
                     return
         finally:
-            self.running.pop(request_id, None)
+            self.abort(request_id)
 
     @staticmethod
     def _logprobs(token: int, count: int) -> TokenLogprobs:
