@@ -18,7 +18,7 @@ from paceline.launcher.serving.errors import bad_request
 class Body(BaseModel):
     """What all bodies share."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Known fields that are not supported, and the values beside null that ask for nothing."""
@@ -175,7 +175,8 @@ class ChatBody(AnswerBody):
 class CompletionBody(AnswerBody):
     """POST /v1/completions."""
 
-    prompt: Any = Field(json_schema_extra={"description": "a text, token ids, or a list of either"})
+    prompt: Any
+    """A text, token ids, or a list of either."""
     max_tokens: int | None = 16
     """OpenAI's default; null is as many as the model's length leaves."""
     logprobs: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -115,6 +116,13 @@ async def test_tokens_there_and_back(served: Any) -> None:
         assert (await client.post("/tokenize", json={})).json()["error"]["param"] == "prompt"
         bad = (await client.post("/detokenize", json={"tokens": [1, 10**9]})).json()
         assert bad["error"]["param"] == "tokens[1]"
+
+
+async def test_long_and_short_texts_tokenised_side_by_side_keep_apart(served: Any) -> None:
+    texts = [f"{place} many words " * (3000 if place % 2 else 3) for place in range(12)]
+    async with served.http() as client:
+        answers = await asyncio.gather(*(client.post("/tokenize", json={"prompt": text}) for text in texts))
+    assert [answer.json()["tokens"] for answer in answers] == [served.ids(text) for text in texts]
 
 
 async def test_models_are_listed_by_all_their_names(served: Any) -> None:

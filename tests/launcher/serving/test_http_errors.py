@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from typing import Any
@@ -171,6 +172,13 @@ async def test_what_is_no_json_object_is_a_400(served: Any, body: bytes) -> None
         error_of(await client.post("/v1/completions", content=body), 400)
 
 
+async def test_another_content_type_is_named(served: Any) -> None:
+    async with served.http() as client:
+        form = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d sends by itself
+        error = error_of(await client.post("/v1/completions", content=b'{"prompt": "hi"}', headers=form), 400)
+        assert "content-type: application/json" in error["message"]
+
+
 async def test_deep_json_is_a_400(served: Any) -> None:
     async with served.http(headers={"content-type": "application/json"}) as client:
         deep = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -231,8 +239,6 @@ async def test_an_engine_that_fails_in_the_middle(served: Any, stream: bool) -> 
     served.engine.token_seconds = 0.02
     body = {"messages": HELLO, "stream": stream}
     async with served.http() as client:
-        import asyncio
-
         asyncio.get_running_loop().call_later(0.07, setattr, served.engine, "failure", "rank 3 died")
         answer = await client.post("/v1/chat/completions", json=body)
     if not stream:
