@@ -80,7 +80,9 @@ class AnswerBody(Body):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     """Only requests of the same salt share cached prefixes."""
     user: str | None = None
-    """Has no effect."""
+    """Has no effect, as the next two."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     NEUTRAL = {
         "metadata": ({},),
@@ -100,8 +102,6 @@ class AnswerBody(Body):
         "bad_words": ([],),
         "logits_processors": ([],),
         "return_tokens_as_token_ids": (False,),
-        "safety_identifier": (),
-        "prompt_cache_key": (),
     }
 
 

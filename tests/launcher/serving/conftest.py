@@ -151,7 +151,7 @@ class Served:
         return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://server", **options)
 
     def openai(self) -> AsyncOpenAI:
-        """OpenAI's own client, which checks what it is given less than it could, but reads it as users do."""
+        """OpenAI's own client on this application; it does not try again by itself."""
         return AsyncOpenAI(base_url="http://server/v1", api_key=KEY, http_client=self.http(), max_retries=0)
 
     def ids(self, text: str) -> list[int]:
