@@ -12,12 +12,11 @@ window of the last tokens is decoded, and the part of its text that was not show
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -34,6 +33,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        # The Rust tokenizer itself where there is one: the wrapper around it takes longer than it does.
+        self._fast = tokenizer.backend_tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
         self._skip_special_tokens = skip_special_tokens
         self._skipped_ids = _special_ids(tokenizer) if skip_special_tokens else frozenset()
         self._window: list[int] = []
@@ -44,7 +45,7 @@ class Detokenizer:
         """The text that these further output ids settle; what may still change is kept for later."""
         last_token = ""
         for token_id in token_ids:
-            token = self._tokenizer.convert_ids_to_tokens(token_id)
+            token = self._token(token_id)
             # Models have more output ids than their tokenizers have tokens; the tokenizer has no text for those.
             if token is not None and token_id not in self._skipped_ids:
                 self._window.append(token_id)
@@ -64,13 +65,26 @@ class Detokenizer:
         """The rest of the text once no more ids come; a character that stayed incomplete is U+FFFD."""
         return self._decode(self._window)[self._shown :]
 
+    def _token(self, token_id: int) -> str | None:
+        token: str | None
+        if self._fast is not None:
+            token = self._fast.id_to_token(token_id)
+        else:
+            token = self._tokenizer.convert_ids_to_tokens(token_id)
+        return token
+
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(
+        text: str
+        if self._fast is not None:
+            text = self._fast.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+            return text
+        text = self._tokenizer.decode(
             token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
 
 
+@functools.lru_cache(maxsize=2)
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The ids that decode(skip_special_tokens=True) leaves out; left out of the window too, they do not fill it."""
     if tokenizer.is_fast:
