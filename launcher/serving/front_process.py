@@ -49,7 +49,9 @@ class FrontSettings:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> FrontSettings:
         """From what rank 0 has passed as JSON; lists in it stand for tuples."""
-        server = {name: tuple(value) if isinstance(value, list) else value for name, value in values["server"].items()}
+        server: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values["server"].items()
+        }
         return cls(**{**values, "server": ServerSettings(**server)})
 
 
@@ -89,6 +91,7 @@ async def serve(settings: FrontSettings) -> int:
         )
         receiving = asyncio.create_task(link.receive())
         await asyncio.wait({serving, link.farewell}, return_when=asyncio.FIRST_COMPLETED)
+        app.state.admission.close()
         if link.farewell.done():
             # uvicorn takes whole seconds; 0 would be no time even to send what is ready.
             server.config.timeout_graceful_shutdown = max(1, round(link.farewell.result()))
