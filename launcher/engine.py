@@ -23,6 +23,7 @@ from paceline.coordinator.messages import TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.answer_text import AnswerText
 from paceline.launcher.checkpoint_source import resolve_checkpoint
+from paceline.launcher.choices import choice_seed
 from paceline.launcher.executor import RankExecutor
 from paceline.launcher.tokenizer import Tokenizer
 from paceline.worker.loop import follow
@@ -240,11 +241,3 @@ def _explain_termination(executor: RankExecutor) -> Callable[[], object]:
 
     signal.signal(signal.SIGTERM, on_terminate)
     return restore
-
-
-def choice_seed(seed: int | None, index: int) -> int | None:
-    """The seed of a prompt's index-th choice: the given one for the first, the others derived from it (64-bit)."""
-    if seed is None or index == 0:
-        return seed
-    mixed = (seed + index * 0x9E3779B97F4A7C15) & (2**64 - 1)
-    return mixed - 2**64 if mixed >= 2**63 else mixed

@@ -20,7 +20,7 @@ from paceline import LLM, SamplingParams
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.launcher.__main__ import EXIT_BAD_INPUT, run
-from paceline.launcher.engine import choice_seed
+from paceline.launcher.choices import choice_seed
 from paceline.launcher.options import ENGINE_OPTIONS, SAMPLING_OPTIONS
 
 FRANCE = "What is the capital of France?"

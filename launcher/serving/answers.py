@@ -1,0 +1,175 @@
+"""The answers to one request: every choice of every prompt, run together and ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from paceline.coordinator.errors import EngineError
+from paceline.coordinator.messages import TokenLogprobs
+from paceline.coordinator.sampling_params import SamplingParams
+from paceline.launcher.answer_text import AnswerText
+from paceline.launcher.choices import choice_seed
+from paceline.launcher.serving.engine_api import EngineApi, TokenNews
+from paceline.launcher.serving.errors import ApiError
+from paceline.launcher.serving.metrics import ServerMetrics
+from paceline.launcher.serving.prompts import Prompt
+from paceline.launcher.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new of one choice."""
+
+    index: int
+    """Of the choice: those of the first prompt come first."""
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    finish_reason: str | None = None
+    """stop or length, with the choice's last piece."""
+    stop_reason: int | str | None = None
+    """The caller's own stop text or stop token id that ended the choice."""
+
+
+Show = Callable[[Piece], Awaitable[None]]
+
+
+class Answers:
+    """Runs a request's choices in the engine."""
+
+    def __init__(
+        self,
+        engine: EngineApi,
+        tokenizer: Tokenizer,
+        metrics: ServerMetrics,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        started: float,
+        priority: int,
+        cache_salt: str,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._prompts = prompts
+        self._params = params
+        self._request_id = request_id
+        self._priority = priority
+        self._cache_salt = cache_salt
+        self._started = started
+        self._cached = [0] * len(prompts)
+        self.completion_tokens = 0
+        self.finish_reasons: list[str] = []
+
+    @property
+    def count(self) -> int:
+        """How many choices there are."""
+        return len(self._prompts) * self._params.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts, each counted once however many choices it has."""
+        return sum(len(prompt.token_ids) for prompt in self._prompts)
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many prompt tokens were found in the prefix cache, by each prompt's first choice."""
+        return sum(self._cached)
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object, of now."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def log_fields(self, with_prompts: bool) -> dict[str, Any]:
+        """What the log line of the request says of its answers."""
+        fields: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "finish_reasons": self.finish_reasons,
+        }
+        if with_prompts:
+            fields["prompts"] = [list(each.token_ids) if each.text is None else each.text for each in self._prompts]
+        return fields
+
+    async def run(self, show: Show) -> None:
+        """Run all choices, showing their pieces as they come; where this is cancelled or fails, all are aborted.
+
+        Raises ApiError, InputError or EngineError, whatever the first choice that fails raises.
+        """
+        try:
+            if self.count == 1:
+                await self._answer(0, show)
+                return
+            async with asyncio.TaskGroup() as group:
+                for index in range(self.count):
+                    group.create_task(self._answer(index, show))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _answer(self, index: int, show: Show) -> None:
+        prompt, choice = divmod(index, self._params.n)
+        request_id = f"{self._request_id}-{index}"
+        single = dataclasses.replace(self._params, n=1, seed=choice_seed(self._params.seed, choice))
+        all_news = self._engine.submit(
+            request_id,
+            self._prompts[prompt].token_ids,
+            single,
+            priority=self._priority,
+            cache_salt=self._cache_salt,
+        )
+        watch = self._metrics.watch_answer(self._started)
+        finished = False
+        try:
+            text = AnswerText(self._tokenizer, single)
+            async for news in all_news:
+                if choice == 0:
+                    self._cached[prompt] = news.cached_tokens
+                finished = news.finish_reason is not None
+                piece = self._piece(index, text, news, request_id)
+                if piece is not None:
+                    watch.tokens(len(piece.token_ids))
+                    self.completion_tokens += len(piece.token_ids)
+                    if piece.finish_reason is not None:
+                        self.finish_reasons.append(piece.finish_reason)
+                        watch.finished(piece.finish_reason, news.timings)
+                    await show(piece)
+            if not finished:
+                raise EngineError("the engine left an answer without an end")
+        finally:
+            watch.close()
+            if not finished:
+                self._engine.abort(request_id)
+            await _close(all_news)
+
+    def _piece(self, index: int, text: AnswerText, news: TokenNews, request_id: str) -> Piece | None:
+        """The news as text; None between a stop text and the engine's word that the answer has ended there."""
+        reason = news.finish_reason
+        if text.stop_text is not None:
+            # What was computed after the stop text is no part of the answer.
+            return None if reason is None else Piece(index, "", (), (), "stop", text.stop_text)
+        new_text = text.feed(news.token_ids, last=reason is not None, stop_token=news.stop_token)
+        if text.stop_text is not None:
+            if reason is None:
+                self._engine.abort(request_id)
+            else:
+                reason = "stop"
+        elif reason is not None and reason not in ("stop", "length"):
+            raise ApiError(503, "the server ended this request before it was finished", code="request_aborted")
+        stop_reason = None if reason is None else text.stop_text or text.stop_token(news.stop_token)
+        return Piece(index, new_text, news.token_ids, news.logprobs, reason, stop_reason)
+
+
+async def _close(news: AsyncIterator[TokenNews]) -> None:
+    if isinstance(news, AsyncGenerator):
+        await news.aclose()

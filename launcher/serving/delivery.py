@@ -1,0 +1,116 @@
+"""Getting an answer to its client, whole or as server-sent events, and noticing that the client has left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from paceline.launcher.serving.errors import ApiError, ClientGone, to_api_error
+from paceline.launcher.serving.record import RequestRecord
+
+Work = Callable[["Outbox"], Coroutine[Any, Any, None]]
+
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the events otherwise
+]
+
+
+class Outbox:
+    """One response: either one JSON object, or events."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._order = asyncio.Lock()
+        """Choices that run side by side write to the same response."""
+        self.started = False
+
+    async def whole(self, content: object) -> None:
+        """Send the one object."""
+        body = _json(content).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        self.started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def event(self, content: object) -> None:
+        """Send one event; the first one begins the response, so that what fails before it has a status of its own."""
+        await self._write(f"data: {_json(content)}\n\n".encode(), more=True)
+
+    async def end(self) -> None:
+        """Send the event that ends a stream."""
+        await self._write(b"data: [DONE]\n\n", more=False)
+
+    async def _write(self, data: bytes, *, more: bool) -> None:
+        async with self._order:
+            if not self.started:
+                self.started = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class Delivery(Response):
+    """A response that is worked out while it is sent; the work is cancelled when the client leaves or time is up."""
+
+    def __init__(self, work: Work, record: RequestRecord, timeout: float | None) -> None:
+        super().__init__()
+        self._work = work
+        self._record = record
+        self._timeout = timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response. Raises ApiError or ClientGone where it has not begun; later errors become events."""
+        outbox = Outbox(send)
+        try:
+            await _unless_gone(receive, self._within_time(outbox))
+        except ClientGone:
+            self._record.error = "the client left"
+            raise
+        except Exception as error:
+            if not outbox.started:
+                raise
+            answer = to_api_error(error, self._record.request_id)
+            self._record.error = answer.message
+            await outbox.event(answer.body())
+            await outbox.end()
+
+    async def _within_time(self, outbox: Outbox) -> None:
+        try:
+            async with asyncio.timeout(self._timeout) as timer:
+                await self._work(outbox)
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            raise ApiError(
+                504, f"the answer was not finished within {self._timeout:g} s", code="request_timeout"
+            ) from None
+
+
+async def _unless_gone(receive: Receive, work: Awaitable[None]) -> None:
+    """Do the work; as soon as the client leaves cancel it, wait until it has ended, and raise ClientGone."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_client_leaves(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _client_leaves(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(content: object) -> str:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

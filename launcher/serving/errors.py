@@ -1,0 +1,120 @@
+"""What a client is told when a request is not served: always the shape of OpenAI's errors, never a Python text.
+
+{"error": {"message": …, "type": …, "param": the field at fault or null, "code": … or null}}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from paceline.coordinator.errors import EngineError, InputError
+
+LOGGER = logging.getLogger("paceline.serving")
+
+RETRY_AFTER_S = 1
+"""What a client that came at a bad moment is asked to wait."""
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_UNION_TAG = re.compile(r"str|int|float|bool|dict|(list|constrained-\w+|function-\w+)\[.*\]|[A-Z]\w*")
+
+
+class ApiError(Exception):
+    """A request that is not served, as its client is told."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's shape."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The whole answer; 429 and 503 ask to come back."""
+        headers = {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        # Escaped to ASCII, since a message may quote half characters that the client sent.
+        content = json.dumps(self.body()).encode()
+        return Response(content, self.status, headers, media_type="application/json")
+
+
+class ClientGone(Exception):
+    """The client has closed its connection, so there is nobody to answer."""
+
+
+def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """A 400 that names the field at fault."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def field_at_fault(message: str, fields: Iterable[str]) -> str | None:
+    """The field that a message names first, as those of InputError do."""
+    places = [(found.start(), -len(field), field) for field in fields if (found := re.search(rf"\b{field}\b", message))]
+    return min(places)[2] if places else None
+
+
+def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
+    """What the client is told of any exception; what it is not told goes to the log under request_id."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _from_validation(error.errors())
+    if isinstance(error, InputError):
+        return bad_request(str(error), None)
+    if isinstance(error, EngineError):
+        LOGGER.error("request %s failed with the engine: %s", request_id, error)
+        return ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
+    if isinstance(error, HTTPException):
+        return _from_http(error)
+    LOGGER.error("request %s failed", request_id, exc_info=error)
+    return ApiError(500, f"internal error; the server's log has more under request id {request_id}")
+
+
+def _from_http(error: HTTPException) -> ApiError:
+    if error.status_code == 404:
+        return ApiError(404, "there is no such path here", code="unknown_url")
+    if error.status_code == 405:
+        return ApiError(405, "this path does not take this method", code="method_not_supported")
+    if error.status_code == 400:
+        return bad_request("the body is no JSON that can be read", None)
+    return ApiError(error.status_code, "the request was refused")
+
+
+def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first field at fault, with all that could have stood there."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return bad_request(f"the body is no valid JSON at character {first['loc'][-1]}", None, "invalid_json")
+    param = _param(first["loc"], first["type"])
+    if not param:
+        return bad_request(
+            "the body must be a JSON object, sent with the header content-type: application/json", None, "invalid_json"
+        )
+    if first["type"] == "extra_forbidden":
+        return bad_request(f"unknown field {param!r}", param, "unknown_parameter")
+    reasons = dict.fromkeys(each["msg"] for each in errors if _param(each["loc"], each["type"]) == param)
+    return bad_request(f"{param}: {' or: '.join(reasons)}", param)
+
+
+def _param(location: Sequence[int | str], kind: str) -> str:
+    """messages[0].content of ("body", "messages", 0, "content", "str"), whose last part says what did not match."""
+    path = ""
+    for place, part in enumerate(location[1:], 2):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not _UNION_TAG.fullmatch(part) or (kind == "extra_forbidden" and place == len(location)):
+            path += f".{part}" if path else part
+    return path

@@ -1,0 +1,119 @@
+"""What every HTTP request passes first: its id, its key, its size; and last: its errors and its log line."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.launcher.serving.errors import ApiError, ClientGone, to_api_error
+from paceline.launcher.serving.metrics import ServerMetrics
+from paceline.launcher.serving.record import RequestRecord
+from paceline.launcher.serving.settings import ServerSettings
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Whoever watches the process needs no key."""
+
+CLIENT_GONE = 499
+"""The status that the log and the metrics have for a client that left before its answer began (nginx's)."""
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
+
+
+class Gate:
+    """Middleware around the whole application.
+
+    Every path but OPEN_PATHS needs a key where there are keys, paths that do not exist too; OPTIONS needs none. The
+    body is read here up to its limit, before anything is parsed. An x-request-id of the client's is kept.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, paths: frozenset[str]) -> None:
+        self._app = app
+        self._body_limit = settings.body_limit
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+        self._metrics = metrics
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        record = RequestRecord(_request_id(headers.get(b"x-request-id")), scope["method"], scope["path"])
+        scope.setdefault("state", {})["record"] = record
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", record.request_id.encode())]
+            await send(message)
+
+        try:
+            self._check_key(scope, headers)
+            body = await self._read_body(headers, receive)
+            await self._app(scope, _replay(body, receive), send_on)
+        except ClientGone:
+            record.status = record.status or CLIENT_GONE
+        except Exception as error:
+            answer = to_api_error(error, record.request_id)
+            record.error = answer.message
+            if record.status == 0:
+                await answer.response()(scope, receive, send_on)
+        finally:
+            path = record.path if record.path in self._paths else "other"
+            self._metrics.responses.labels(path, str(record.status)).inc()
+            record.log()
+
+    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+            return
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        digest = hashlib.sha256(given.strip()).digest()
+        # All keys are compared, each in constant time, so that the time taken says nothing about any.
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise ApiError(
+                401, "this server needs an API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
+            )
+
+    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length[:20]) > self._body_limit:
+            raise self._too_large()
+        body = bytearray()
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body += message.get("body", b"")
+            if len(body) > self._body_limit:
+                raise self._too_large()
+            more = message.get("more_body", False)
+        return bytes(body)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body may have at most {self._body_limit} bytes", code="body_too_large")
+
+
+def _request_id(given: bytes | None) -> str:
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given.decode()
+    return uuid.uuid4().hex
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A receive that gives the body that was read already, and then what comes after it."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again

@@ -1,0 +1,138 @@
+"""From a request's messages or prompt to token ids that the model can take."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.coordinator.checks import is_int
+from paceline.coordinator.errors import InputError
+from paceline.coordinator.request import check_prompt
+from paceline.launcher.serving.engine_api import EngineInfo
+from paceline.launcher.serving.errors import bad_request
+from paceline.launcher.serving.schemas import Message
+from paceline.launcher.tokenizer import Tokenizer
+
+LONG_TEXT = 4096
+"""Characters from which tokenising (about a millisecond here) leaves the event loop for a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, ready to run."""
+
+    token_ids: Sequence[int]
+    text: str | None = None
+    """Where it was given as text."""
+
+
+class PromptReader:
+    """Tokenises requests, long ones beside the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._reserved = frozenset({"messages", "self"})
+        if tokenizer.backend is not None:
+            self._reserved |= inspect.signature(tokenizer.backend.apply_chat_template).parameters.keys()
+
+    async def chat(self, messages: Sequence[Message], options: dict[str, Any] | None) -> Prompt:
+        """The prompt of a conversation. Raises ApiError (400) where it cannot be rendered."""
+        options = options or {}
+        for name in options:
+            if name in self._reserved:
+                raise bad_request(f"chat_template_kwargs may not hold {name!r}", "chat_template_kwargs")
+        if not self._tokenizer.has_chat_template:
+            raise bad_request("the model has no chat template; use /v1/completions", "messages", "no_chat_template")
+        turns = [_turn(place, message) for place, message in enumerate(messages)]
+        size = sum(len(turn["content"]) for turn in turns)
+        return Prompt(await self._run(size, "messages", lambda: self._tokenizer.encode_chat(turns, **options)))
+
+    async def text(self, text: str, param: str, *, special_tokens: bool = True) -> Prompt:
+        """The prompt of a plain text, by default with what the tokenizer itself puts before it (one BOS at most)."""
+
+        def encode() -> Sequence[int]:
+            token_ids = self._tokenizer.encode(text)
+            if not special_tokens:
+                token_ids = self._tokenizer.backend.encode(text, add_special_tokens=False)
+            return token_ids
+
+        return Prompt(await self._run(len(text), param, encode), text)
+
+    async def _run(self, size: int, param: str, encode: Callable[[], Sequence[int]]) -> Sequence[int]:
+        try:
+            if size < LONG_TEXT:
+                return encode()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        except InputError as error:
+            raise bad_request(str(error), param) from error
+
+
+def split_prompts(value: object) -> list[str | list[int]]:
+    """The prompts of a plain completion: a text, token ids, or a list of either. Raises ApiError (400)."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise bad_request("prompt must be a text, token ids, or a non-empty list of either", "prompt")
+    if not isinstance(value[0], (str, list)):
+        return [value]
+    for place, each in enumerate(value):
+        if type(each) is not type(value[0]):
+            raise bad_request(f"prompt[{place}] must be {_kind(value[0])}, as prompt[0] is", f"prompt[{place}]")
+    return value
+
+
+def check_token_ids(token_ids: Sequence[object], info: EngineInfo, param: str) -> None:
+    """Raise ApiError (400) where something is no token id of the model."""
+    for place, token in enumerate(token_ids):
+        if not is_int(token) or not 0 <= token < info.vocab_size:  # type: ignore[operator]
+            raise bad_request(
+                f"{param}[{place}] must be a token id, a whole number from 0 to {info.vocab_size - 1}",
+                f"{param}[{place}]",
+            )
+
+
+def check_length(
+    prompt: Prompt, max_tokens: int | None, info: EngineInfo, *, param: str, max_tokens_param: str = "max_tokens"
+) -> None:
+    """Raise ApiError (400) where prompt and answer together exceed the model's length or the cache's size.
+
+    max_tokens: as the client gave it; None takes what the prompt leaves.
+    """
+    cache = info.num_blocks * info.block_size
+    longest, setting = min((info.max_model_len, "the model's length"), (cache, "the cache's size"))
+    code = "context_length_exceeded"
+    try:
+        check_prompt(prompt.token_ids, info.vocab_size, longest, setting)
+    except InputError as error:
+        raise bad_request(str(error), param, code if prompt.token_ids else None) from error
+    left = longest - len(prompt.token_ids)
+    if max_tokens is not None and max_tokens > left:
+        raise bad_request(
+            f"{max_tokens_param} is {max_tokens} and the prompt has {len(prompt.token_ids)} tokens, "
+            f"but {setting} allows at most {longest} in prompt and answer together",
+            max_tokens_param,
+            code,
+        )
+
+
+def _turn(place: int, message: Message) -> dict[str, Any]:
+    """A message as templates expect it: its content one text."""
+    if message.content is None and message.role != "assistant":
+        raise bad_request(f"messages[{place}].content must be a text", f"messages[{place}].content")
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "\n".join(part.text for part in content)
+    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    for name in ("name", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            turn[name] = value
+    return turn
+
+
+def _kind(value: object) -> str:
+    return "a text" if isinstance(value, str) else "a list of token ids"

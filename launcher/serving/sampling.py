@@ -1,0 +1,78 @@
+"""From a request's fields to SamplingParams, with errors that name the field as the client spelled it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from paceline.coordinator.checks import MAX_INT32, check_integer, shown
+from paceline.coordinator.errors import InputError
+from paceline.coordinator.sampling_params import MAX_LOGPROBS, SamplingParams
+from paceline.launcher.serving.engine_api import EngineInfo
+from paceline.launcher.serving.errors import bad_request, field_at_fault
+from paceline.launcher.serving.schemas import AnswerBody, ChatBody, CompletionBody
+
+_SAME_NAMES = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
+)
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+def chat_sampling(body: ChatBody, info: EngineInfo, has_tokenizer: bool) -> SamplingParams:
+    """Sampling rules of a chat request. Raises ApiError (400) naming the field at fault."""
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+        _check("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise bad_request("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
+    max_tokens = getattr(body, body.max_tokens_param)
+    if max_tokens is not None:
+        _check(body.max_tokens_param, max_tokens, 1, MAX_INT32)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _sampling(body, info, has_tokenizer, max_tokens, logprobs)
+
+
+def completion_sampling(body: CompletionBody, info: EngineInfo, has_tokenizer: bool) -> SamplingParams:
+    """Sampling rules of a plain completion. Raises ApiError (400) naming the field at fault."""
+    if body.echo and body.logprobs is not None:
+        raise bad_request(
+            "logprobs with echo needs the prompt's log-probabilities, which this server does not compute", "echo"
+        )
+    return _sampling(body, info, has_tokenizer, body.max_tokens, body.logprobs)
+
+
+def _sampling(
+    body: AnswerBody, info: EngineInfo, has_tokenizer: bool, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream to be true", "stream_options")
+    values: dict[str, Any] = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
+    try:
+        params = SamplingParams(
+            **values, max_tokens=max_tokens, logprobs=logprobs, logit_bias=_logit_bias(body.logit_bias)
+        )
+        params.check_vocabulary(info.vocab_size)
+    except InputError as error:
+        message = str(error)
+        raise bad_request(message, field_at_fault(message, type(body).model_fields)) from error
+    if params.stop and not has_tokenizer:
+        raise bad_request("stop texts need a tokenizer, and this model has none; use stop_token_ids", "stop")
+    return params
+
+
+def _logit_bias(biases: dict[str, float] | None) -> dict[int, float]:
+    """JSON's keys are texts."""
+    for key in biases or {}:
+        if not _TOKEN_ID.fullmatch(key):
+            raise InputError(f"each key of logit_bias must be a token id, got {shown(key)}")
+    return {int(key): bias for key, bias in (biases or {}).items()}
+
+
+def _check(name: str, value: int, low: int, high: int) -> None:
+    try:
+        check_integer(name, value, low, high)
+    except InputError as error:
+        raise bad_request(str(error), name) from error

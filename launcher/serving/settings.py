@@ -1,0 +1,42 @@
+"""Settings of the server's HTTP side, each spelled once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.coordinator.checks import check_integer, check_number, check_switch, shown
+from paceline.coordinator.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How the server meets its clients. Every value is checked on construction; InputError names a bad one."""
+
+    model_names: tuple[str, ...]
+    """Names that requests may give the model; the first is the one that answers carry."""
+    api_keys: tuple[str, ...] = ()
+    """Any one of them opens every route; without keys all routes are open."""
+    max_queue: int = 1024
+    """Most answers accepted and not yet finished, running and waiting together; more are refused with 429."""
+    body_limit: int = 16 * 2**20
+    """Most bytes of a request's body; more are refused with 413 before anything is parsed."""
+    request_timeout: float | None = None
+    """Seconds after which a request is ended with an error, its waiting time included; None is no limit."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the server from a browser, or ("*",) for all; none unless given."""
+    log_prompts: bool = False
+    """Whether the log lines of requests hold their prompts."""
+
+    def __post_init__(self) -> None:
+        for name in ("model_names", "api_keys", "cors_origins"):
+            texts = getattr(self, name)
+            if not isinstance(texts, tuple) or not all(isinstance(text, str) and text for text in texts):
+                # The values themselves are not shown: keys are among them.
+                raise InputError(f"{name} must be a tuple of non-empty texts")
+        if not self.model_names:
+            raise InputError(f"model_names must hold at least one name, got {shown(self.model_names)}")
+        check_integer("max_queue", self.max_queue, 1)
+        check_integer("body_limit", self.body_limit, 1)
+        if self.request_timeout is not None:
+            check_number("request_timeout", self.request_timeout, 0, 10**9, above_low=True)
+        check_switch("log_prompts", self.log_prompts)
