@@ -25,7 +25,9 @@ def listen(host: str, port: int, uds: Path | None) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        # Python adds the address to the text of some; a host that has no address has an errno of another kind.
+        known = isinstance(error, OSError) and error.errno is not None and error.errno > 0
+        reason = os.strerror(error.errno) if known else getattr(error, "strerror", None) or str(error)
         raise InputError(
             f"cannot listen on {host} port {port} ({reason}); choose others with --host and --port"
         ) from error
