@@ -24,13 +24,17 @@ def listen(host: str, port: int, uds: Path | None) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, UnicodeError) as error:
-        # Python adds the address to the text of some; a host that has no address has an errno of another kind.
-        known = isinstance(error, OSError) and error.errno is not None and error.errno > 0
-        reason = os.strerror(error.errno) if known else getattr(error, "strerror", None) or str(error)
+    except (OSError, UnicodeError) as error:  # the latter: a host that is no name at all
         raise InputError(
-            f"cannot listen on {host} port {port} ({reason}); choose others with --host and --port"
+            f"cannot listen on {host} port {port} ({_reason(error)}); choose others with --host and --port"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What the system says. Python adds the address to the text of some; a host that is unknown has no system's errno."""
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _listen_unix(path: Path) -> socket.socket:
@@ -40,7 +44,7 @@ def _listen_unix(path: Path) -> socket.socket:
         listener.bind(os.fspath(path))
     except OSError as error:
         listener.close()
-        raise InputError(f"cannot listen on --uds {path} ({error.strerror or error}); choose another path") from error
+        raise InputError(f"cannot listen on --uds {path} ({_reason(error)}); choose another path") from error
     listener.listen(2048)
     return listener
 
@@ -72,7 +76,7 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     except UnicodeDecodeError as error:
         raise InputError(f"--api-key-file {path} must hold keys of ASCII characters, one a line") from error
     except OSError as error:
-        raise InputError(f"--api-key-file {path} cannot be read ({error.strerror}); name a file of keys") from error
+        raise InputError(f"--api-key-file {path} cannot be read ({_reason(error)}); name a file of keys") from error
     if not keys:
         raise InputError(f"--api-key-file {path} holds no key; write one a line")
     return keys
