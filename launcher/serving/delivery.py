@@ -15,6 +15,8 @@ from paceline.launcher.serving.record import RequestRecord
 
 Work = Callable[["Outbox"], Coroutine[Any, Any, None]]
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -33,7 +35,7 @@ class Outbox:
 
     async def whole(self, content: object) -> None:
         """Send the one object."""
-        body = _json(content).encode()
+        body = _ENCODER.encode(content).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         self.started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -41,7 +43,7 @@ class Outbox:
 
     async def event(self, content: object) -> None:
         """Send one event; the first one begins the response, so that what fails before it has a status of its own."""
-        await self._write(f"data: {_json(content)}\n\n".encode(), more=True)
+        await self._write(f"data: {_ENCODER.encode(content)}\n\n".encode(), more=True)
 
     async def end(self) -> None:
         """Send the event that ends a stream."""
@@ -110,7 +112,3 @@ async def _unless_gone(receive: Receive, work: Awaitable[None]) -> None:
 async def _client_leaves(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _json(content: object) -> str:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

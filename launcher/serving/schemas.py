@@ -18,7 +18,7 @@ from paceline.launcher.serving.errors import bad_request
 class Body(BaseModel):
     """What all bodies share."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Known fields that are not supported, and the values beside null that ask for nothing."""
@@ -80,7 +80,9 @@ class AnswerBody(Body):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     """Only requests of the same salt share cached prefixes."""
     user: str | None = None
-    """Has no effect."""
+    """Has no effect, as the next two."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     NEUTRAL = {
         "metadata": ({},),
@@ -100,8 +102,6 @@ class AnswerBody(Body):
         "bad_words": ([],),
         "logits_processors": ([],),
         "return_tokens_as_token_ids": (False,),
-        "safety_identifier": (),
-        "prompt_cache_key": (),
     }
 
 
@@ -175,7 +175,8 @@ class ChatBody(AnswerBody):
 class CompletionBody(AnswerBody):
     """POST /v1/completions."""
 
-    prompt: Any = Field(json_schema_extra={"description": "a text, token ids, or a list of either"})
+    prompt: Any
+    """A text, token ids, or a list of either."""
     max_tokens: int | None = 16
     """OpenAI's default; null is as many as the model's length leaves."""
     logprobs: int | None = None

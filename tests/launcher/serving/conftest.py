@@ -100,12 +100,15 @@ class EchoEngine:
                     ids = ids[: ids.index(stop) + 1]
                 reason = "stop" if stop is not None else "length" if place >= len(said) else None
                 logprobs = () if params.logprobs is None else [self._logprobs(token, params.logprobs) for token in ids]
-                timings = None if reason is None else RequestTimings(0.0, 0.01, 0.02, 1.0)
+                timings = None
+                if reason is not None:
+                    timings = RequestTimings(0.0, 0.01, 0.02, 1.0)
+                    del self.running[request_id]
                 yield TokenNews(ids, logprobs, len(prompt), cached, reason, stop, timings)
                 if reason is not None:
                     return
         finally:
-            self.running.pop(request_id, None)
+            self.abort(request_id)
 
     @staticmethod
     def _logprobs(token: int, count: int) -> TokenLogprobs:
@@ -148,7 +151,7 @@ class Served:
         return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://server", **options)
 
     def openai(self) -> AsyncOpenAI:
-        """OpenAI's own client, which checks what it is given less than it could, but reads it as users do."""
+        """OpenAI's own client on this application; it does not try again by itself."""
         return AsyncOpenAI(base_url="http://server/v1", api_key=KEY, http_client=self.http(), max_retries=0)
 
     def ids(self, text: str) -> list[int]:

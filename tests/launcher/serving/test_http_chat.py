@@ -223,6 +223,7 @@ async def test_fields_that_ask_for_nothing_are_taken(served: Any) -> None:
         "reasoning_effort": None,
         "stream": False,
         "service_tier": "auto",
+        "prompt_cache_key": "k",
     }
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     async with served.http() as client:
