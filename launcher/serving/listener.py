@@ -31,7 +31,7 @@ def listen(host: str, port: int, uds: Path | None) -> socket.socket:
 
 
 def _reason(error: Exception) -> str:
-    """What the system says. Python adds the address to the text of some; a host that is unknown has no system's errno."""
+    """What the system says; Python adds the address to some of its texts. An unknown host has an errno of its own."""
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return getattr(error, "strerror", None) or str(error)

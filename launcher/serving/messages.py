@@ -127,7 +127,7 @@ _PARAM_DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field i
 
 
 def encode(message: Message) -> bytes:
-    """The message as bytes. Raises InputError where a request's token id or priority does not fit its field."""
+    """The message as bytes. Raises InputError where a number or a text of a request does not fit its field."""
     match message:
         case Submit():
             fields: Sequence[object] = (
@@ -145,13 +145,15 @@ def encode(message: Message) -> bytes:
             fields = (message.number, dataclasses.astuple(message.stats))
         case _:
             fields = dataclasses.astuple(message)
-    return _packed((type(message).__name__, *fields))
+    # What the engine says of a failure may hold anything; a request's texts must be as they were given.
+    unicode_errors = "strict" if isinstance(message, Submit) else "backslashreplace"
+    return _packed((type(message).__name__, *fields), unicode_errors=unicode_errors)
 
 
 def decode(buffer: bytes) -> Message:
     """The message that encode() made these bytes of. Raises EngineError for bytes of no message."""
     try:
-        name, *fields = msgpack.unpackb(buffer, strict_map_key=False, unicode_errors="surrogatepass")
+        name, *fields = msgpack.unpackb(buffer, strict_map_key=False)
         kind = _KINDS[name]
         if kind is Submit:
             request_id, token_ids, params, priority, cache_salt = fields
@@ -170,12 +172,13 @@ def decode(buffer: bytes) -> Message:
     return message
 
 
-def _packed(fields: Sequence[object]) -> bytes:
+def _packed(fields: Sequence[object], *, unicode_errors: str) -> bytes:
     try:
-        # Half characters may be in texts that came as JSON escapes.
-        encoded: bytes = msgpack.packb(fields, unicode_errors="surrogatepass")
+        encoded: bytes = msgpack.packb(fields, unicode_errors=unicode_errors)
     except OverflowError as error:
         raise InputError(f"a number of the request is too large: {error}") from error
+    except UnicodeEncodeError as error:
+        raise InputError(f"a text of the request is no valid Unicode: {error}") from error
     return encoded
 
 

@@ -150,6 +150,8 @@ def test_a_bad_request_is_refused_alone(llm: LLM) -> None:
             await read(link.submit("bad", [1], SamplingParams(logit_bias={256: 1})))
         with pytest.raises(InputError, match="too large"):
             await read(link.submit("bad", [1], SamplingParams(), priority=2**70))
+        with pytest.raises(InputError, match="no valid Unicode"):
+            await read(link.submit("bad", [1], SamplingParams(), cache_salt="\ud800"))
         with pytest.raises(InputError, match="in use"):
             await read(link.submit("good", [1], SamplingParams()))
         assert len(await good) == 300
