@@ -6,6 +6,7 @@ import concurrent.futures
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -238,3 +239,15 @@ def test_a_unix_socket_and_keys(serve: Callable[..., Server], tmp_path: Path) ->
             assert answer.json()["usage"]["completion_tokens"] == 2
         assert "second" not in "".join(server.processes().values())
         server.kill()
+
+
+def test_https(serve: Callable[..., Server], tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command, *names], check=True, capture_output=True)
+    server = serve("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)).wait_ready()
+    assert server.url.startswith("https://")
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, verify=trusting)
+    assert answer.json()["usage"]["completion_tokens"] == 2
