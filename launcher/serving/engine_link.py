@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -93,11 +94,11 @@ class EngineLink:
         try:
             self._send_bytes(message)
             while running:
-                mail = await mailbox.get()
-                running = isinstance(mail, TokenNews) and mail.finish_reason is None
-                if isinstance(mail, Exception):
-                    raise mail
-                yield mail
+                for mail in _merged(await _all_of(mailbox)):
+                    running = isinstance(mail, TokenNews) and mail.finish_reason is None
+                    if isinstance(mail, Exception):
+                        raise mail
+                    yield mail
         finally:
             if running:
                 self.abort(request_id)
@@ -200,3 +201,24 @@ def _news(event: RequestEvent) -> TokenNews:
         event.stop_token,
         event.timings,
     )
+
+
+async def _all_of(mailbox: asyncio.Queue[_Mail]) -> list[_Mail]:
+    """Everything that is in the mailbox, once there is something."""
+    mail = [await mailbox.get()]
+    while not mailbox.empty():
+        mail.append(mailbox.get_nowait())
+    return mail
+
+
+def _merged(mail: list[_Mail]) -> list[_Mail]:
+    """The same in as few pieces as there can be: who falls behind the engine catches up by more tokens at once."""
+    if len(mail) == 1:
+        return mail
+    news = [each for each in mail if isinstance(each, TokenNews)]
+    rest: list[_Mail] = [each for each in mail if not isinstance(each, TokenNews)]  # an error is the last there is
+    if not news:
+        return rest
+    token_ids = [token for each in news for token in each.token_ids]
+    logprobs = [entry for each in news for entry in each.logprobs]
+    return [dataclasses.replace(news[-1], token_ids=token_ids, logprobs=logprobs), *rest]

@@ -173,6 +173,23 @@ def test_who_leaves_frees_the_blocks_at_once(llm: LLM) -> None:
     drive(llm, scenario)
 
 
+def test_who_reads_slowly_gets_more_at_once(llm: LLM) -> None:
+    async def scenario(link: EngineLink) -> None:
+        params = SamplingParams(max_tokens=50, ignore_eos=True, temperature=0, logprobs=1)
+        news = link.submit("slow", [1, 2, 3], params)
+        got = [await anext(news)]
+        while (await link.stats()).running:
+            await asyncio.sleep(0.01)
+        got += await read(news)
+        assert len(got) == 2
+        assert sum(len(each.token_ids) for each in got) == sum(len(each.logprobs) for each in got) == 50
+        assert got[-1].finish_reason == "length"
+        at_once = await read(link.submit("eager", [1, 2, 3], params))
+        assert [t for each in at_once for t in each.token_ids] == [t for each in got for t in each.token_ids]
+
+    drive(llm, scenario)
+
+
 def test_abort_ends_the_iterator(llm: LLM) -> None:
     async def scenario(link: EngineLink) -> list[TokenNews]:
         news = link.submit("aborted", [1, 2, 3], LONG)
