@@ -8,6 +8,7 @@ Usage: ./launch.sh [COMMAND] [ARGUMENT …]
 
   (none)             the same as generate
   generate PROMPT …  answer prompts, or a first question; --tp N splits the model over N ranks, one a GPU by default
+  serve [MODEL]      answer OpenAI's API over HTTP; --tp N as for generate
   verify MODEL …     check a model's shards against its checkpoint, or show what each rank would hold
   test …             style, types and tests; arguments go to pytest
   bench NAME …       run benchmarks/NAME.py

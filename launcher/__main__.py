@@ -10,6 +10,7 @@ import time
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.launcher import generate, verify
 from paceline.launcher.options import OneLineParser
+from paceline.launcher.serving import serve
 
 EXIT_ENGINE_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -34,6 +35,7 @@ def run(argv: list[str]) -> int:
         parser = OneLineParser(prog="paceline", description="Tensor-parallel inference of language models.")
         commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=OneLineParser)
         generate.add_parser(commands)
+        serve.add_parser(commands)
         verify.add_parser(commands)
         if rank > 0 and {"-h", "--help"} & set(argv):
             return 0  # rank 0 prints it

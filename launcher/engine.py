@@ -49,21 +49,24 @@ def make_config(
     )
 
 
-def start_engine(config: EngineConfig) -> Engine:
+def start_engine(config: EngineConfig, *, only_rank_0_heeds_signals: bool = False) -> Engine:
     """Join the ranks, load the model on each, and return rank 0's engine.
+
+    only_rank_0_heeds_signals: once all ranks are ready, the others ignore SIGTERM and SIGINT, which are sent to all,
+    and end when rank 0 closes the engine or is gone.
 
     On every other rank this runs the steps that rank 0 plans until its engine is closed, and then ends the process
     (SystemExit), so that a script's later lines run once. Raises InputError on all ranks where the start fails.
     """
     ranks = RankGroup(config)
     try:
-        return _start(config, ranks)
+        return _start(config, ranks, only_rank_0_heeds_signals)
     except BaseException:
         ranks.abandon()
         raise
 
 
-def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
+def _start(config: EngineConfig, ranks: RankGroup, only_rank_0_heeds_signals: bool) -> Engine:
     folder, tokenizer = "", None
     with ranks.together():
         if ranks.local_rank == 0:
@@ -73,6 +76,9 @@ def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
     config = dataclasses.replace(config, model=ranks.exchange(folder)[0])
     worker = Worker(config, ranks)
     if tokenizer is None:
+        if only_rank_0_heeds_signals:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         reader = StepChannelReader.attach(ranks.exchange("")[0], ranks.rank - 1)
         error = follow(worker, reader, ranks)
         reader.close()
@@ -112,7 +118,8 @@ class Engine:
         self.device = ranks.device
         self._ranks = ranks
         self._executor = executor
-        self._end_ids = tuple(dict.fromkeys((*worker.model_config.eos_token_ids, *tokenizer.end_ids)))
+        self.end_ids = tuple(dict.fromkeys((*worker.model_config.eos_token_ids, *tokenizer.end_ids)))
+        """Token ids that end an answer, of the checkpoint's configs and its tokenizer."""
         self.coordinator = Coordinator(config, worker.limits, executor)
         self._answers: dict[str, AnswerText] = {}
         self._ids = itertools.count()
@@ -131,7 +138,7 @@ class Engine:
             for index in range(params.n):
                 request_id = str(next(self._ids))
                 single = dataclasses.replace(params, n=1, seed=choice_seed(params.seed, index))
-                self.coordinator.add_request(request_id, prompt_token_ids, single, eos_token_ids=self._end_ids)
+                self.coordinator.add_request(request_id, prompt_token_ids, single, eos_token_ids=self.end_ids)
                 self._answers[request_id] = AnswerText(self.tokenizer, params)
                 request_ids.append(request_id)
         except InputError:
@@ -185,6 +192,10 @@ class Engine:
             timings=event.timings,
         )
 
+    def check_ranks(self) -> None:
+        """Raise EngineError naming another rank that is gone. A step does it too; this is for when there is none."""
+        self._executor.check_ranks()
+
     def _check_usable(self) -> None:
         """Raise EngineError once the engine has failed or is closed."""
         if self._failed is not None:
@@ -224,5 +235,9 @@ def _explain_termination(executor: RankExecutor) -> Callable[[], object]:
         executor.check_ranks()
         raise SystemExit(128 + number)
 
+    def restore() -> None:
+        if signal.getsignal(signal.SIGTERM) is on_terminate:  # who has set another since wants to keep it
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     signal.signal(signal.SIGTERM, on_terminate)
-    return lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return restore

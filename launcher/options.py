@@ -99,10 +99,11 @@ SAMPLING_OPTIONS = (
 )
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add --model, --tp and the options of EngineConfig."""
+def add_engine_options(parser: argparse.ArgumentParser, *, model_option: bool = True) -> None:
+    """Add --tp, the options of EngineConfig and, for a command that takes no model by place, --model."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--model", help="folder or Hugging Face id (default: SmolLM2-135M-Instruct)")
+    if model_option:
+        group.add_argument("--model", help="folder or Hugging Face id (default: SmolLM2-135M-Instruct)")
     group.add_argument(
         "--tp", "--tensor-parallel-size", dest="tensor_parallel_size", type=int, metavar="N", help="ranks to split over"
     )

@@ -1,15 +1,16 @@
 """Starts the ranks of one engine on this host: `python -m paceline.launcher.start [--script FILE] [ARGUMENT …]`.
 
 It hands over to `torchrun --standalone --nproc-per-node N -m paceline.launcher ARGUMENT …`, N being --tp; without it
-`generate` takes a rank for each GPU, and all else takes one. torchrun's own code runs in this process, so that a failed
-rank, which has said in one line what to change, is not followed by torchrun's report and traceback, and its exit code
-becomes ours.
+`generate` and `serve` take a rank for each GPU, and all else takes one. torchrun's own code runs in this process, so
+that a failed rank, which has said in one line what to change, is not followed by torchrun's report and traceback, and
+its exit code becomes ours.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import shutil
 import signal
@@ -19,11 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.coordinator.errors import InputError
+from paceline.launcher.serving.children import DRAIN_SECONDS, DrainReceipt
 from paceline.launcher.tp_range import is_tp_range
 
 SHUTDOWN_SECONDS = 10
 """How long ranks may take to end once one of them has failed or a signal came; then torchrun kills them."""
-RANK_PER_GPU_COMMANDS = ("generate",)
+RANK_PER_GPU_COMMANDS = ("generate", "serve")
 """Commands that take all GPUs there are unless --tp says otherwise: those that run the engine to answer somebody."""
 USAGE_ERROR = 2
 """Exit code for arguments that cannot be carried out."""
@@ -41,7 +43,7 @@ def main() -> int:
         # One rank needs no rendezvous and nobody to watch it: it takes this process's place.
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.execve(sys.executable, [sys.executable, "-u", *program, *arguments], {**os.environ, **alone})
-    return run_ranks([*program, *arguments], ranks)
+    return run_ranks([*program, *arguments], ranks, shutdown_seconds(sys.argv[1:]))
 
 
 def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -57,7 +59,7 @@ def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def number_of_ranks(arguments: Sequence[str], count_gpus: Callable[[], int]) -> int:
-    """--tp (--tensor-parallel-size) where it is given anywhere; else 1, or for `generate` a rank for each GPU.
+    """--tp (--tensor-parallel-size) where it is given anywhere; else 1, or for those commands a rank for each GPU.
 
     arguments: those of the program, a leading command or --script FILE included. Help, and --device cpu, take one rank
     unless --tp is given; `verify` takes one for several numbers or the config alone. Raises InputError where --tp is no
@@ -85,6 +87,23 @@ def number_of_ranks(arguments: Sequence[str], count_gpus: Callable[[], int]) -> 
     return 1
 
 
+def shutdown_seconds(arguments: Sequence[str]) -> float:
+    """How long ranks may take to end: `serve` may have requests to finish first.
+
+    A --drain-timeout that makes no sense is left to the ranks, which refuse it.
+    """
+    if arguments[:1] != ["serve"]:
+        return SHUTDOWN_SECONDS
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--drain-timeout", type=float, default=DRAIN_SECONDS)
+    try:
+        options, _ = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError:
+        return SHUTDOWN_SECONDS
+    drain_seconds: float = options.drain_timeout
+    return SHUTDOWN_SECONDS + (drain_seconds if 0 <= drain_seconds < math.inf else 0)
+
+
 def visible_gpus() -> int:
     """How many GPUs a process started here would see.
 
@@ -104,10 +123,11 @@ def visible_gpus() -> int:
     return sum(bool(entry) for entry in entries[:hidden_from])
 
 
-def run_ranks(arguments: Sequence[str], ranks: int) -> int:
+def run_ranks(arguments: Sequence[str], ranks: int, seconds_to_end: float = SHUTDOWN_SECONDS) -> int:
     """Run torchrun with these arguments on one host; returns the first failed rank's exit code, or 0.
 
-    A rank that signal n ended counts as 128 + n, as in a shell.
+    A rank that signal n ended counts as 128 + n, as in a shell, and so does a signal n that came here, unless rank 0
+    has carried it out. seconds_to_end: for the other ranks once one has failed or a signal came.
     """
     # Only here: a single rank's start does not wait for this process to import torch.
     from torch.distributed import run as torchrun
@@ -118,7 +138,8 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(seconds_to_end)))
+    receipt = DrainReceipt()
     try:
         torchrun.run(torchrun.parse_args(["--standalone", "--nproc-per-node", str(ranks), *arguments]))
     except ChildFailedError as error:
@@ -130,7 +151,7 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
         print(f"paceline: rank {rank} was ended by {number.name}{hint}", file=sys.stderr)
         return 128 + number
     except SignalException as error:
-        return 128 + error.sigval
+        return 0 if receipt.came() else 128 + error.sigval
     return 0
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from paceline.coordinator.errors import InputError
-from paceline.launcher.start import number_of_ranks, split_script, visible_gpus
+from paceline.launcher.serving.children import DRAIN_SECONDS
+from paceline.launcher.start import SHUTDOWN_SECONDS, number_of_ranks, shutdown_seconds, split_script, visible_gpus
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +47,7 @@ def start(tmp_path: Path) -> Start:
         (["generate", "hi", "--tp", "3"], 3),
         (["--tp=2", "serve"], 2),
         (["serve", "--tensor-parallel-size", "4", "--port", "1"], 4),
+        (["serve"], 8),
         (["generate", "hi"], 8),
         (["generate", "hi", "--device", "cpu"], 1),
         (["generate", "hi", "--tpx", "3"], 8),
@@ -79,10 +81,25 @@ def test_a_benchmark_with_arguments_runs_once_whatever_gpus_there_are(tmp_path: 
 def test_the_usage_of_launch_sh_names_commands_that_there_are() -> None:
     usage = subprocess.run([ROOT / "launch.sh", "--help"], capture_output=True, text=True, check=True).stdout
     commands = set(re.findall(r"^  ([a-z]+) ", usage, re.MULTILINE)) - {"test", "bench", "setup"}
-    assert {"generate", "verify"} <= commands
+    assert {"generate", "serve", "verify"} <= commands
     for command in commands:
         result = subprocess.run([sys.executable, "-m", "paceline.launcher", command, "--help"], capture_output=True)
         assert result.returncode == 0, command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [
+        (["generate", "hi"], SHUTDOWN_SECONDS),
+        (["serve"], SHUTDOWN_SECONDS + DRAIN_SECONDS),
+        (["serve", "model", "--drain-timeout", "2.5"], SHUTDOWN_SECONDS + 2.5),
+        (["serve", "--drain-timeout", "nan"], SHUTDOWN_SECONDS),
+        (["serve", "--drain-timeout", "soon"], SHUTDOWN_SECONDS),
+        (["serve", "--drain-timeout"], SHUTDOWN_SECONDS),
+    ],
+)
+def test_ranks_that_serve_get_time_to_drain(arguments: list[str], seconds: float) -> None:
+    assert shutdown_seconds(arguments) == seconds
 
 
 def test_one_rank_without_a_gpu() -> None:

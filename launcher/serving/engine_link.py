@@ -1,0 +1,224 @@
+"""The engine as the HTTP process sees it: an EngineApi whose engine is in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from paceline.coordinator.errors import EngineError, InputError
+from paceline.coordinator.events import CoordinatorStats, RequestEvent
+from paceline.coordinator.sampling_params import SamplingParams
+from paceline.launcher.serving.engine_api import EngineInfo, TokenNews
+from paceline.launcher.serving.messages import (
+    Abort,
+    AskStats,
+    Drain,
+    EngineFailed,
+    EngineReady,
+    Message,
+    News,
+    Refused,
+    Stats,
+    Submit,
+    decode,
+    encode,
+)
+
+LAST_WORDS_SECONDS = 2.0
+"""For telling clients that the engine is gone."""
+
+_Mail = TokenNews | InputError | EngineError
+
+
+class EngineLink:
+    """Sends requests to the engine and hands its news to whoever iterates over them. Belongs to one event loop.
+
+    Nothing arrives before `receive` runs.
+    """
+
+    def __init__(self, address: str) -> None:
+        """address: the ZeroMQ endpoint that the engine is bound to."""
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        # Who reads too slowly is the client's connection, which is dealt with there; nothing is dropped here.
+        self._socket.set_hwm(0)
+        self._socket.connect(address)
+        self._info: EngineInfo | None = None
+        self._failure: str | None = None
+        self._keys: dict[str, str] = {}
+        """What the engine knows a running request by: never used twice, since its news may come after its end."""
+        self._mailboxes: dict[str, asyncio.Queue[_Mail]] = {}
+        """By key."""
+        self._answers: dict[int, asyncio.Future[CoordinatorStats]] = {}
+        self._numbers = itertools.count()
+        self.farewell: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        """Done once this process is to end, as it is told or since the engine is gone: the seconds that it may take."""
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """None until the engine is ready."""
+        return self._info
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is gone, once it is."""
+        return self._failure
+
+    async def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[TokenNews]:
+        """Run one request; see EngineApi. It is sent with the first step of the iterator.
+
+        Raises InputError where it can never run, EngineError where the engine is gone or not ready yet.
+        """
+        self._check_usable()
+        if request_id in self._keys:
+            raise InputError(f"request id {request_id!r} is in use: choose another")
+        key = str(next(self._numbers))
+        message = encode(Submit(key, prompt_token_ids, params, priority, cache_salt))
+        self._keys[request_id] = key
+        mailbox = self._mailboxes[key] = asyncio.Queue[_Mail]()
+        running = True
+        try:
+            self._send_bytes(message)
+            while running:
+                for mail in _merged(await _all_of(mailbox)):
+                    running = isinstance(mail, TokenNews) and mail.finish_reason is None
+                    if isinstance(mail, Exception):
+                        raise mail
+                    yield mail
+        finally:
+            if running:
+                self.abort(request_id)
+            del self._keys[request_id], self._mailboxes[key]
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its iterator then ends with finish_reason abort. Unknown ids are left alone."""
+        key = self._keys.get(request_id)
+        if key is not None and self._failure is None:
+            self.send(Abort(key))
+
+    async def stats(self) -> CoordinatorStats:
+        """Gauges and counters of now. Raises EngineError where the engine is gone or not ready yet."""
+        self._check_usable()
+        number = next(self._numbers)
+        answer: asyncio.Future[CoordinatorStats] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self.send(AskStats(number))
+            return await answer
+        finally:
+            del self._answers[number]
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone: every request, now and later, raises EngineError of this reason. The first one stays."""
+        if self._failure is not None:
+            return
+        self._failure = reason
+        for mailbox in self._mailboxes.values():
+            mailbox.put_nowait(EngineError(reason))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineError(reason))
+        if not self.farewell.done():
+            self.farewell.set_result(LAST_WORDS_SECONDS)
+
+    async def receive(self) -> None:
+        """Take the engine's messages until it is gone."""
+        try:
+            while self._failure is None:
+                self._take(decode(await self._socket.recv()))
+        except EngineError as error:
+            self.fail(str(error))
+
+    def send(self, message: Message) -> None:
+        """Tell the engine something; never waits."""
+        self._send_bytes(encode(message))
+
+    def close(self) -> None:
+        """Give the socket back; what was sent still goes out."""
+        self._socket.close(linger=1000)
+        self._context.term()
+
+    def _send_bytes(self, message: bytes) -> None:
+        # Without a high-water mark this is done at once, and the future with it; result() raises what went wrong.
+        sent: asyncio.Future[Any] = self._socket.send(message, zmq.NOBLOCK)  # type: ignore[assignment]
+        sent.result()
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if self._info is None:
+            raise EngineError("the model is still being loaded; try again in a moment")
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case News():
+                for event in message.events:
+                    self._deliver(event.request_id, _news(event))
+            case Refused():
+                self._deliver(message.request_id, InputError(message.error))
+            case Stats():
+                answer = self._answers.get(message.number)
+                if answer is not None and not answer.done():
+                    answer.set_result(message.stats)
+            case EngineReady():
+                self._info = message.info
+            case EngineFailed():
+                self.fail(message.error)
+            case Drain():
+                if not self.farewell.done():
+                    self.farewell.set_result(message.seconds)
+            case _:
+                raise EngineError(f"the engine sent {type(message).__name__}, which only the HTTP process may say")
+
+    def _deliver(self, key: str, mail: _Mail) -> None:
+        """Leave news with a request; of one whose iterator was closed a few may still be on their way."""
+        mailbox = self._mailboxes.get(key)
+        if mailbox is not None:
+            mailbox.put_nowait(mail)
+
+
+def _news(event: RequestEvent) -> TokenNews:
+    return TokenNews(
+        event.token_ids,
+        event.logprobs,
+        event.num_prompt_tokens,
+        event.cached_tokens,
+        event.finish_reason,
+        event.stop_token,
+        event.timings,
+    )
+
+
+async def _all_of(mailbox: asyncio.Queue[_Mail]) -> list[_Mail]:
+    """Everything that is in the mailbox, once there is something."""
+    mail = [await mailbox.get()]
+    while not mailbox.empty():
+        mail.append(mailbox.get_nowait())
+    return mail
+
+
+def _merged(mail: list[_Mail]) -> list[_Mail]:
+    """The same in as few pieces as there can be: who falls behind the engine catches up by more tokens at once."""
+    if len(mail) == 1:
+        return mail
+    news = [each for each in mail if isinstance(each, TokenNews)]
+    rest: list[_Mail] = [each for each in mail if not isinstance(each, TokenNews)]  # an error is the last there is
+    if not news:
+        return rest
+    token_ids = [token for each in news for token in each.token_ids]
+    logprobs = [entry for each in news for entry in each.logprobs]
+    return [dataclasses.replace(news[-1], token_ids=token_ids, logprobs=logprobs), *rest]

@@ -1,0 +1,226 @@
+"""What the HTTP process and the engine say to each other, and its bytes.
+
+A message is one msgpack array: its name, then its fields. Both ends are started by one command, so there is no version.
+A prompt's token ids are raw native int32 inside msgpack's binary type. msgpack: https://github.com/msgpack/msgpack/blob/master/spec.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from paceline.coordinator.block_manager import BlockUsage
+from paceline.coordinator.errors import EngineError, InputError
+from paceline.coordinator.events import CoordinatorStats, RequestEvent, RequestTimings
+from paceline.coordinator.messages import TokenLogprobs
+from paceline.coordinator.sampling_params import SamplingParams
+from paceline.launcher.serving.engine_api import EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """To the engine: run a request for one answer."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    priority: int
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """To the engine: end a request; an unknown one is passed over."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskStats:
+    """To the engine: answer with Stats of the same number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrontReady:
+    """To the engine: HTTP requests are being taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontFailed:
+    """To the engine: the HTTP process could not start, and ends."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReady:
+    """To the HTTP process: the engine takes requests."""
+
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """To the HTTP process: what a step gave, of all its requests; events of one request in their order."""
+
+    events: Sequence[RequestEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """To the HTTP process: a request that can never run as given."""
+
+    request_id: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """To the HTTP process: the answer to AskStats."""
+
+    number: int
+    stats: CoordinatorStats
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """To the HTTP process: the engine ends, and all its requests with it."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """To the HTTP process: take no more requests, finish those that run for at most so many seconds, and end."""
+
+    seconds: float
+
+
+Message = (
+    Submit | Abort | AskStats | FrontReady | FrontFailed | EngineReady | News | Refused | Stats | EngineFailed | Drain
+)
+
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        Submit,
+        Abort,
+        AskStats,
+        FrontReady,
+        FrontFailed,
+        EngineReady,
+        News,
+        Refused,
+        Stats,
+        EngineFailed,
+        Drain,
+    )
+}
+_PARAM_DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
+
+
+def encode(message: Message) -> bytes:
+    """The message as bytes. Raises InputError where a number or a text of a request does not fit its field."""
+    match message:
+        case Submit():
+            fields: Sequence[object] = (
+                message.request_id,
+                _pack(message.prompt_token_ids),
+                _param_fields(message.params),
+                message.priority,
+                message.cache_salt,
+            )
+        case News():
+            fields = ([_event_fields(event) for event in message.events],)
+        case EngineReady():
+            fields = (dataclasses.astuple(message.info),)
+        case Stats():
+            fields = (message.number, dataclasses.astuple(message.stats))
+        case _:
+            fields = dataclasses.astuple(message)
+    # What the engine says of a failure may hold anything; a request's texts must be as they were given.
+    unicode_errors = "strict" if isinstance(message, Submit) else "backslashreplace"
+    return _packed((type(message).__name__, *fields), unicode_errors=unicode_errors)
+
+
+def decode(buffer: bytes) -> Message:
+    """The message that encode() made these bytes of. Raises EngineError for bytes of no message."""
+    try:
+        name, *fields = msgpack.unpackb(buffer, strict_map_key=False)
+        kind = _KINDS[name]
+        if kind is Submit:
+            request_id, token_ids, params, priority, cache_salt = fields
+            return Submit(request_id, array("i", token_ids), SamplingParams(**params), priority, cache_salt)
+        if kind is News:
+            return News([_event(item) for item in fields[0]])
+        if kind is EngineReady:
+            info = EngineInfo(*fields[0])
+            return EngineReady(dataclasses.replace(info, end_ids=tuple(info.end_ids)))
+        if kind is Stats:
+            number, (waiting, running, blocks, *rest) = fields
+            return Stats(number, CoordinatorStats(waiting, running, BlockUsage(*blocks), *rest))
+        message: Message = kind(*fields)
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise EngineError(f"a message between the HTTP process and the engine cannot be read: {error}") from error
+    return message
+
+
+def _packed(fields: Sequence[object], *, unicode_errors: str) -> bytes:
+    try:
+        encoded: bytes = msgpack.packb(fields, unicode_errors=unicode_errors)
+    except OverflowError as error:
+        raise InputError(f"a number of the request is too large: {error}") from error
+    except UnicodeEncodeError as error:
+        raise InputError(f"a text of the request is no valid Unicode: {error}") from error
+    return encoded
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    try:
+        return array("i", token_ids).tobytes()
+    except (TypeError, OverflowError) as error:
+        raise InputError(f"the prompt must be token ids, whole numbers of the vocabulary: {error}") from error
+
+
+def _param_fields(params: SamplingParams) -> dict[str, object]:
+    """The fields that are not as they are by default."""
+    return {name: value for name, default in _PARAM_DEFAULTS.items() if (value := getattr(params, name)) != default}
+
+
+def _logprob_fields(logprobs: TokenLogprobs) -> tuple[float, list[int], list[float]]:
+    return logprobs.chosen, list(logprobs.top_ids), list(logprobs.top)
+
+
+def _event_fields(event: RequestEvent) -> tuple[object, ...]:
+    timings = event.timings
+    return (
+        event.request_id,
+        event.token_ids,
+        [_logprob_fields(each) for each in event.logprobs] if event.logprobs else (),
+        event.num_prompt_tokens,
+        event.cached_tokens,
+        event.finish_reason,
+        event.stop_token,
+        timings and (timings.arrived, timings.first_scheduled, timings.first_token, timings.finished),
+    )
+
+
+def _event(fields: Sequence[Any]) -> RequestEvent:
+    request_id, token_ids, logprobs, num_prompt_tokens, cached_tokens, finish_reason, stop_token, timings = fields
+    return RequestEvent(
+        request_id,
+        token_ids,
+        [TokenLogprobs(*each) for each in logprobs],
+        num_prompt_tokens,
+        cached_tokens,
+        finish_reason,
+        stop_token,
+        None if timings is None else RequestTimings(*timings),
+    )

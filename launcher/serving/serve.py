@@ -1,0 +1,232 @@
+"""The `serve` command: the engine on its ranks, and an HTTP process beside rank 0."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from paceline.coordinator.checks import check_number
+from paceline.coordinator.config import EngineConfig
+from paceline.coordinator.errors import EngineError, InputError
+from paceline.launcher.checkpoint_source import resolve_checkpoint
+from paceline.launcher.default_model import MODEL_NAME
+from paceline.launcher.options import add_engine_options, engine_settings
+from paceline.launcher.serving.children import DRAIN_SECONDS, Child, Endpoint, die_with_parent, give_drain_receipt
+
+if TYPE_CHECKING:
+    from paceline.launcher.serving.engine_loop import EngineLoop
+    from paceline.launcher.serving.settings import ServerSettings
+
+FRONT_MODULE = "paceline.launcher.serving.front_process"
+SAME_SIGNAL_SECONDS = 0.5
+"""A signal may come twice at once: from the terminal, and from whoever started the ranks."""
+OVERDUE_SECONDS = 5.0
+"""The HTTP process is given so much longer than it is told, to take leave of its clients."""
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the command to the program's parser."""
+    parser = commands.add_parser("serve", help="answer OpenAI's API over HTTP")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"folder or Hugging Face id (default: {MODEL_NAME})")
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one (default 127.0.0.1)"
+    )
+    group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default 8000)")
+    group.add_argument("--uds", type=Path, metavar="PATH", help="listen on a Unix socket instead")
+    group.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="what requests call the model; repeatable (default: MODEL, of a folder its last part)",
+    )
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line; each request must bear one")
+    group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="PEM certificate: serve HTTPS")
+    group.add_argument(
+        "--ssl-keyfile", type=Path, metavar="FILE", help="the certificate's key, where it is not in its file"
+    )
+    group.add_argument(
+        "--cors-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="pages of it may call from a browser; repeatable; * is all",
+    )
+    group.add_argument("--max-queue", type=int, metavar="N", help="most answers running and waiting (default 1024)")
+    group.add_argument("--request-timeout", type=float, metavar="S", help="end a request after so many seconds")
+    group.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=DRAIN_SECONDS,
+        metavar="S",
+        help=f"on SIGTERM or Ctrl-C, let running requests go on for so long (default {DRAIN_SECONDS:g})",
+    )
+    group.add_argument("--log-prompts", action="store_true", help="have prompts in the log")
+    add_engine_options(parser, model_option=False)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Serve until a signal comes; on ranks other than 0 this ends the process when rank 0 is done.
+
+    Raises InputError where the server cannot start as asked, EngineError where a rank or the HTTP process failed.
+    """
+    check_number("--drain-timeout", arguments.drain_timeout, 0, 86_400)
+    tp = arguments.tensor_parallel_size
+    config = EngineConfig(
+        model=arguments.model or "",
+        tensor_parallel_size=int(os.environ.get("WORLD_SIZE", "1")) if tp is None else tp,
+        **engine_settings(arguments),
+    )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # A rank alone is whatever the person started, and may go on after its shell.
+        die_with_parent(signal.SIGTERM)
+    if int(os.environ.get("RANK", "0")) > 0:
+        from paceline.launcher.engine import start_engine
+
+        start_engine(config, only_rank_0_heeds_signals=True)  # and does not return
+    _serve(arguments, config)
+
+
+def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    """Rank 0's part. What a person may have got wrong is looked at first; then the HTTP process starts, which loads
+    the tokenizer while the model is loaded here."""
+    try:
+        import zmq
+
+        from paceline.launcher.serving.listener import check_certificate, listen, url_of
+    except ImportError as error:
+        raise InputError(f"serve needs {error.name}; install paceline[serve]") from error
+    check_certificate(arguments.ssl_certfile, arguments.ssl_keyfile)
+    server = _server_settings(arguments)
+    folder = resolve_checkpoint(arguments.model)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listen(arguments.host, arguments.port, arguments.uds))
+        if arguments.uds is not None:
+            stack.callback(arguments.uds.unlink, missing_ok=True)
+        url = url_of(listener, tls=arguments.ssl_certfile is not None)
+        endpoint = stack.enter_context(Endpoint())
+        zmq_socket = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.DEALER))
+        zmq_socket.linger = 1000
+        zmq_socket.set_hwm(0)
+        zmq_socket.bind(endpoint.address)
+        front_settings = {
+            "address": endpoint.address,
+            "listener": listener.fileno(),
+            "folder": str(folder),
+            "server": dataclasses.asdict(server),
+            "ssl_certfile": _text(arguments.ssl_certfile),
+            "ssl_keyfile": _text(arguments.ssl_keyfile),
+        }
+        front = stack.enter_context(Child(FRONT_MODULE, front_settings, file_descriptors=(listener.fileno(),)))
+        listener.close()
+
+        from paceline.launcher.engine import start_engine
+        from paceline.launcher.serving.engine_loop import EngineLoop
+
+        engine = start_engine(dataclasses.replace(config, model=str(folder)), only_rank_0_heeds_signals=True)
+        loop = EngineLoop(engine, zmq_socket)
+        supervisor = Supervisor(
+            loop, front, endpoint, arguments.drain_timeout, f"serving {server.model_names[0]} at {url}"
+        )
+        try:
+            loop.run(until=supervisor.is_over)
+        except EngineError as error:
+            engine.close(str(error))
+            front.wait(OVERDUE_SECONDS)  # it tells its clients
+            raise
+        engine.close()
+    give_drain_receipt()
+
+
+def _server_settings(arguments: argparse.Namespace) -> ServerSettings:
+    from paceline.launcher.serving.listener import read_api_keys
+    from paceline.launcher.serving.settings import ServerSettings
+
+    name = arguments.model or MODEL_NAME
+    if Path(name).expanduser().is_dir():
+        name = Path(name).expanduser().resolve().name
+    given = {
+        "max_queue": arguments.max_queue,
+        "request_timeout": arguments.request_timeout,
+        "cors_origins": arguments.cors_origin and tuple(arguments.cors_origin),
+        "api_keys": arguments.api_key_file and read_api_keys(arguments.api_key_file),
+    }
+    return ServerSettings(
+        model_names=tuple(arguments.served_model_name or [name]),
+        log_prompts=arguments.log_prompts,
+        **{field: value for field, value in given.items() if value is not None},
+    )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else os.fspath(path)
+
+
+class Supervisor:
+    """Looks after what goes on beside the steps: the HTTP process, and signals that end the server.
+
+    The first SIGTERM or SIGINT drains; another one, if it is no echo of the first, ends the server at once.
+    """
+
+    def __init__(self, loop: EngineLoop, front: Child, endpoint: Endpoint, drain_seconds: float, greeting: str) -> None:
+        """Signals are handled from here on; before, while the model is loaded, they end the process at once."""
+        self._loop = loop
+        self._front = front
+        self._endpoint = endpoint
+        self._drain_seconds = drain_seconds
+        self._greeting: str | None = greeting
+        self._asked_at: float | None = None
+        self._told = False
+        self._second_signal: int | None = None
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+        elif now > self._asked_at + SAME_SIGNAL_SECONDS:
+            self._second_signal = number
+
+    def is_over(self) -> bool:
+        """Whether the server has ended as it was told to. For every turn of the engine's loop.
+
+        Raises EngineError where the HTTP process has ended otherwise or does not end in time, SystemExit with 128 + the
+        signal's number for a second signal.
+        """
+        status = self._front.poll()
+        if status is not None:
+            if self._told and status == 0:
+                return True
+            self._loop.take_messages()  # it may have said why
+            raise EngineError(f"the HTTP process ended unexpectedly ({_status_text(status)})")
+        if self._greeting is not None and self._loop.front_is_ready:
+            print(f"paceline: {self._greeting}", flush=True)
+            self._greeting = None
+            self._endpoint.remove()  # not left behind, however this process ends
+        if self._asked_at is None:
+            return False
+        return self._is_drained(self._asked_at)
+
+    def _is_drained(self, asked_at: float) -> bool:
+        if self._second_signal is not None:
+            raise SystemExit(128 + self._second_signal)
+        if not self._loop.front_is_ready:
+            return True  # nobody was let in
+        if not self._told:
+            self._told = True
+            self._loop.drain(self._drain_seconds)
+        if time.monotonic() > asked_at + self._drain_seconds + OVERDUE_SECONDS:
+            raise EngineError(f"the HTTP process did not end {OVERDUE_SECONDS:g} s after --drain-timeout")
+        return False
+
+
+def _status_text(status: int) -> str:
+    return f"by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

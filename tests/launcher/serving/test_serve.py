@@ -1,0 +1,253 @@
+"""`serve` as a person runs it: real processes, real connections, and nothing left when it ends."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+PROMPT = [1, 2, 3]
+
+
+class Server:
+    """A `serve` command and all processes that it has started, found by a variable in their environment."""
+
+    def __init__(self, *arguments: str, tp: int = 1) -> None:
+        self._mark = f"PACELINE_TEST_MARK={uuid.uuid4().hex}"
+        name, _, value = self._mark.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.launcher.start", "serve", *arguments, "--device", "cpu", "--tp", str(tp)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.url = ""
+
+    def wait_ready(self) -> Server:
+        """Read the one line of standard output."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("paceline: serving "), self.process.communicate()
+        self.url = line.split()[-1]
+        return self
+
+    def processes(self) -> dict[int, str]:
+        """Process ids with their command lines."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:  # ended meanwhile, or of another user
+                continue
+        return found
+
+    def pid_of(self, part: str, rank: int | None = None) -> int:
+        """The one process whose command line holds this part and, where one is given, whose environment this rank."""
+        pids = [pid for pid, line in self.processes().items() if part in line]
+        if rank is not None:
+            pids = [
+                pid for pid in pids if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            ]
+        (pid,) = pids
+        return pid
+
+    def end(self, timeout: float = 30) -> tuple[int, str]:
+        """Exit status and standard error, once it has ended; by then no process is left."""
+        _, errors = self.process.communicate(timeout=timeout)
+        deadline = time.monotonic() + 10
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.processes() == {}
+        lines = [line for line in errors.splitlines() if "loaded 0." not in line and '"request_id"' not in line]
+        return self.process.returncode, "\n".join(lines)
+
+    def kill(self) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate(timeout=10)
+
+
+@pytest.fixture
+def serve(tiny: Callable[..., Any]) -> Iterator[Callable[..., Server]]:
+    """serve(*arguments, tp=…): a server of a tiny model on a free port; what is left of it is killed in the end."""
+    servers: list[Server] = []
+
+    def start(*arguments: str, tp: int = 1, model: str | None = None, port: str = "0") -> Server:
+        folder = str(tiny("llama").folder) if model is None else model
+        servers.append(Server(folder, "--port", port, *arguments, tp=tp))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+def complete(server: Server, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, **fields}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    content: dict[str, Any] = answer.json()
+    return content
+
+
+def ask_too_much(server: Server) -> dict[str, Any] | None:
+    """The answers to a request of far more than a minute's work; None where there were none."""
+    body = {"prompt": [PROMPT] * 64, "n": 16, "max_tokens": 500, "ignore_eos": True}
+    try:
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    except httpx.TransportError:
+        return None
+    return answer.json() if answer.is_success else None
+
+
+def wait_running(server: Server) -> None:
+    """Return once a request runs."""
+    while httpx.get(f"{server.url}/v1/load").json()["running"] == 0:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_signal_lets_running_requests_finish(serve: Callable[..., Server], tp: int) -> None:
+    server = serve("--served-model-name", "tiny", tp=tp).wait_ready()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "tiny"
+    assert complete(server, model="tiny")["usage"]["completion_tokens"] == 8
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        running = pool.submit(complete, server, max_tokens=400, ignore_eos=True, n=8)
+        wait_running(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert running.result()["usage"]["completion_tokens"] == 8 * 400
+    assert server.end() == (0, "")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+
+
+def test_ctrl_c_ends_an_idle_server(serve: Callable[..., Server]) -> None:
+    server = serve().wait_ready()
+    server.process.send_signal(signal.SIGINT)
+    assert server.end() == (0, "")
+
+
+def test_requests_that_take_too_long_are_cut_off(serve: Callable[..., Server]) -> None:
+    server = serve("--drain-timeout", "1").wait_ready()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        running = pool.submit(ask_too_much, server)
+        wait_running(server)
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        status, _ = server.end()
+        assert (status, time.monotonic() - start < 10) == (0, True)
+        assert running.result() is None
+
+
+def test_a_second_signal_does_not_wait(serve: Callable[..., Server]) -> None:
+    server = serve("--drain-timeout", "60").wait_ready()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        running = pool.submit(ask_too_much, server)
+        wait_running(server)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGINT)
+        assert server.end(timeout=10)[0] == 128 + signal.SIGINT
+        assert running.result() is None
+
+
+@pytest.mark.parametrize(
+    ("victim", "rank", "tp"),
+    [("front_process", None, 1), ("launcher serve", 0, 1), ("front_process", None, 2), ("launcher serve", 1, 2)],
+)
+def test_a_killed_process_ends_all(serve: Callable[..., Server], victim: str, rank: int | None, tp: int) -> None:
+    server = serve(tp=tp).wait_ready()
+    os.kill(server.pid_of(victim, rank), signal.SIGKILL)
+    status, errors = server.end()
+    assert status != 0
+    if victim == "front_process":
+        assert errors == "paceline: the HTTP process ended unexpectedly (by SIGKILL)"
+
+
+def test_ranks_do_not_outlive_who_started_them(serve: Callable[..., Server]) -> None:
+    server = serve(tp=2).wait_ready()
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.end()
+
+
+def test_a_port_in_use_is_one_line(serve: Callable[..., Server]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, errors = serve(port=str(port), tp=2).end()
+    words = f"cannot listen on 127.0.0.1 port {port} (Address already in use); choose others with --host and --port"
+    assert (status, errors) == (2, f"paceline: {words}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--api-key-file", "/nowhere"), "--api-key-file /nowhere cannot be read"),
+        (("--api-key-file", "/dev/null"), "holds no key"),
+        (("--ssl-certfile", "/dev/null"), "cannot be used"),
+        (("--ssl-keyfile", "/dev/null"), "needs --ssl-certfile"),
+        (("--host", "no such host"), "cannot listen on no such host"),
+        (("--port", "65536"), "--port must be from 0 to 65535"),
+        (("--drain-timeout", "nan"), "--drain-timeout must be"),
+        (("--max-queue", "0"), "max_queue must be"),
+        (("--uds", "/dev/null"), "cannot listen on --uds /dev/null"),
+        (("--num-blocks", "0"), "num_blocks must be"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(serve: Callable[..., Server], arguments: tuple[str, ...], words: str) -> None:
+    status, errors = serve(*arguments).end()
+    assert status == 2
+    assert words in errors
+    assert "\n" not in errors
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_bad_model_is_one_line(serve: Callable[..., Server], tp: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mystery"}')
+    status, errors = serve(model=str(tmp_path), tp=tp).end()
+    assert status == 2
+    assert errors.startswith("paceline: ")
+    assert "\n" not in errors
+
+
+def test_a_unix_socket_and_keys(serve: Callable[..., Server], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first\n\nsecond\n")
+    path = tmp_path / "door"
+    for _ in range(2):  # the second finds the place of the first
+        server = serve("--uds", str(path), "--api-key-file", str(keys)).wait_ready()
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://door") as client:
+            body = {"prompt": PROMPT, "max_tokens": 2}
+            assert client.post("/v1/completions", json=body).status_code == 401
+            answer = client.post("/v1/completions", json=body, headers={"authorization": "Bearer second"})
+            assert answer.json()["usage"]["completion_tokens"] == 2
+        assert "second" not in "".join(server.processes().values())
+        server.kill()
+
+
+def test_https(serve: Callable[..., Server], tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command, *names], check=True, capture_output=True)
+    server = serve("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)).wait_ready()
+    assert server.url.startswith("https://")
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, verify=trusting)
+    assert answer.json()["usage"]["completion_tokens"] == 2

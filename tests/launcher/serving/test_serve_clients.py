@@ -1,0 +1,133 @@
+"""Real clients against a real server of the default model: the openai package, curl, and many that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+MODEL = "SmolLM2-135M-Instruct"
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
+
+
+@pytest.fixture(scope="module")
+def url(default_model: Path) -> Iterator[str]:
+    """A server's address; in the end it is told to stop, and does."""
+    command = [sys.executable, "-m", "paceline.launcher.start", "serve", str(default_model), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--served-model-name", MODEL, "--device", "cpu", "--max-model-len", "512", "--num-blocks", "256"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith(f"paceline: serving {MODEL} at http://127.0.0.1:")
+    yield line.split()[-1]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_chat_answer(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=32
+    )
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_streamed_answer_is_the_same_text(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": QUESTION}],
+            temperature=0,
+            max_tokens=32,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens > 5
+
+
+def test_a_stop_text_ends_the_request_in_the_engine(client: openai.OpenAI, url: str) -> None:
+    answer = client.completions.create(model=MODEL, prompt="1, 2, 3, 4,", temperature=0, max_tokens=200, stop=[" 7"])
+    assert answer.choices[0].text == " 5, 6,"
+    assert answer.choices[0].finish_reason == "stop"
+    assert httpx.get(f"{url}/v1/load").json()["running"] == 0
+
+
+def test_a_bad_request_is_the_clients_error(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model=MODEL, prompt="hi", temperature=-1)
+    with pytest.raises(openai.NotFoundError, match="another-model"):
+        client.completions.create(model="another-model", prompt="hi")
+
+
+def test_curl(url: str) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    command = [
+        "curl",
+        "-sS",
+        f"{url}/v1/chat/completions",
+        "-H",
+        "Content-Type: application/json",
+        "-d",
+        json.dumps(body),
+    ]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(output)["choices"][0]["message"]["content"] == ANSWER
+
+
+def test_clients_that_leave_at_random_leave_nothing_behind(url: str) -> None:
+    rng = random.Random(11)
+    everyone = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    until = time.monotonic() + 8
+
+    async def visit() -> int:
+        turns = 0
+        while time.monotonic() < until:
+            prompt = " ".join(rng.choices(("red", "green", "blue", "seven"), k=rng.randint(1, 60)))
+            stream = await everyone.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=rng.randint(1, 40), n=rng.randint(1, 2), stream=True
+            )
+            patience = rng.randint(0, 30)
+            async with stream:
+                async for _ in stream:
+                    patience -= 1
+                    if patience <= 0:
+                        break
+            turns += 1
+        return turns
+
+    async def crowd() -> list[int]:
+        return await asyncio.gather(*(visit() for _ in range(64)))
+
+    assert sum(asyncio.run(crowd())) >= 64
+    deadline = time.monotonic() + 5
+    while (load := httpx.get(f"{url}/v1/load").json())["running"] + load["waiting"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    blocks = load["cache_blocks"]
+    assert (load["accepted"], load["running"], load["waiting"], blocks["used"]) == (0, 0, 0, 0)
+    assert blocks["free"] + blocks["cached"] == 256
