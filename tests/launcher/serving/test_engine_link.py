@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -154,7 +153,7 @@ def test_a_bad_request_is_refused_alone(llm: LLM) -> None:
             await read(link.submit("bad", [1], SamplingParams(), cache_salt="\ud800"))
         with pytest.raises(InputError, match="in use"):
             await read(link.submit("good", [1], SamplingParams()))
-        assert len(await good) == 300
+        assert sum(len(each.token_ids) for each in await good) == 300
 
     drive(llm, scenario)
 
@@ -164,10 +163,9 @@ def test_who_leaves_frees_the_blocks_at_once(llm: LLM) -> None:
         news = link.submit("leaver", list(range(100)), LONG)
         await anext(news)
         assert (await link.stats()).running == 1
-        start = time.monotonic()
         await news.aclose()  # type: ignore[attr-defined]
-        while (stats := await link.stats()).running:
-            assert time.monotonic() < start + 0.1
+        stats = await link.stats()  # asked right behind it
+        assert stats.running == 0
         assert stats.blocks.used == 0
 
     drive(llm, scenario)

@@ -181,6 +181,22 @@ def test_a_killed_process_ends_all(serve: Callable[..., Server], victim: str, ra
         assert errors == "paceline: the HTTP process ended unexpectedly (by SIGKILL)"
 
 
+def test_clients_are_told_that_a_rank_died(serve: Callable[..., Server]) -> None:
+    server = serve(tp=2).wait_ready()
+    body = {"prompt": PROMPT, "n": 16, "max_tokens": 500, "ignore_eos": True}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        running = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        wait_running(server)
+        victim = server.pid_of("launcher serve", 1)
+        os.kill(victim, signal.SIGKILL)
+        answer = running.result()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "engine_failed"
+    status, errors = server.end()
+    assert status != 0
+    assert f"paceline: rank 1 (process {victim}) ended unexpectedly" in errors
+
+
 def test_ranks_do_not_outlive_who_started_them(serve: Callable[..., Server]) -> None:
     server = serve(tp=2).wait_ready()
     os.kill(server.process.pid, signal.SIGKILL)
