@@ -7,6 +7,7 @@ import os
 import socket
 import ssl
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.coordinator.errors import InputError
@@ -69,8 +70,25 @@ def url_of(listener: socket.socket, *, tls: bool) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def read_api_keys(path: Path) -> tuple[str, ...]:
-    """The keys of a file, one a line, empty lines passed over. Raises InputError where there is none to read."""
+API_KEYS_VARIABLE = "PACELINE_API_KEYS"
+
+
+def api_keys(path: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The keys that requests may bear, of a file and of the environment; none where neither is given.
+
+    Raises InputError where one of them is given and has no key: a server that was to ask for one must not go without.
+    """
+    keys = () if path is None else _keys_of_file(path)
+    if API_KEYS_VARIABLE in environment:
+        named = tuple(environment[API_KEYS_VARIABLE].replace(",", " ").split())
+        if not named or not all(key.isascii() for key in named):
+            raise InputError(f"{API_KEYS_VARIABLE} must hold keys of ASCII characters, separated by commas")
+        keys += named
+    return keys
+
+
+def _keys_of_file(path: Path) -> tuple[str, ...]:
+    """The keys of a file, one a line, empty lines passed over."""
     try:
         keys = tuple(line.strip() for line in path.read_text(encoding="ascii").splitlines() if line.strip())
     except UnicodeDecodeError as error:

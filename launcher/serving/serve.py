@@ -47,7 +47,12 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="NAME",
         help="what requests call the model; repeatable (default: MODEL, of a folder its last part)",
     )
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line; each request must bear one")
+    group.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="keys, one a line, beside those in PACELINE_API_KEYS; each request must bear one",
+    )
     group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="PEM certificate: serve HTTPS")
     group.add_argument(
         "--ssl-keyfile", type=Path, metavar="FILE", help="the certificate's key, where it is not in its file"
@@ -146,7 +151,7 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def _server_settings(arguments: argparse.Namespace) -> ServerSettings:
-    from paceline.launcher.serving.listener import read_api_keys
+    from paceline.launcher.serving.listener import api_keys
     from paceline.launcher.serving.settings import ServerSettings
 
     name = arguments.model or MODEL_NAME
@@ -156,7 +161,7 @@ def _server_settings(arguments: argparse.Namespace) -> ServerSettings:
         "max_queue": arguments.max_queue,
         "request_timeout": arguments.request_timeout,
         "cors_origins": arguments.cors_origin and tuple(arguments.cors_origin),
-        "api_keys": arguments.api_key_file and read_api_keys(arguments.api_key_file),
+        "api_keys": api_keys(arguments.api_key_file, os.environ),
     }
     return ServerSettings(
         model_names=tuple(arguments.served_model_name or [name]),
