@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="keys, one a line, beside those in PACELINE_API_KEYS; each request must bear one",
+        help="keys, one a line; each request must bear one of these or of PACELINE_API_KEYS",
     )
     group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="PEM certificate: serve HTTPS")
     group.add_argument(
