@@ -74,10 +74,12 @@ class Gate:
         digest = hashlib.sha256(given.strip()).digest()
         # All keys are compared, each in constant time, so that the time taken says nothing about any.
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
+        if scheme.lower() != b"bearer":
             raise ApiError(
                 401, "this server needs an API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
             )
+        if not any(matches):
+            raise ApiError(401, "this API key is not one of the server's", code="invalid_api_key")
 
     async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         length = headers.get(b"content-length", b"")
