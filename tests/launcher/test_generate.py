@@ -252,7 +252,7 @@ def test_no_prompts_give_no_results(llm: LLM) -> None:
 def test_a_closed_engine_says_so_and_lets_go(tiny: Callable[..., Any]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with LLM(str(tiny("llama").folder), device="cpu") as engine:
-        stream = engine.stream([1, 2])
+        stream = engine.stream([1, 2], SamplingParams(ignore_eos=True))
         next(stream)
     with pytest.raises(EngineError, match="closed"):
         engine.generate([1, 2])
