@@ -23,3 +23,8 @@ def dependent_launch(device: torch.device) -> bool:
     of them must do so, even one that needs nothing from the kernel just before it: whoever comes next relies on it.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(dependent: bool) -> dict[str, bool]:
+    """What a launch is given to be a dependent one; nothing otherwise, for not every backend knows the option."""
+    return {"launch_pdl": True} if dependent else {}

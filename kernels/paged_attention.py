@@ -19,21 +19,17 @@ def paged_attention(
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
-    has_decodes: bool = True,
     has_prefills: bool = True,
     decode_work: DecodeWork | None = None,
 ) -> torch.Tensor:
     """Return causal attention of every row's tokens over the paged cache: [T, H, D], of q's dtype.
 
     Rows with one token take the decode kernel, rows with more the prefill kernel; shapes and rules are those of
-    `paged_decode_attention` and `paged_prefill_attention`. A kernel that the caller knows to have no rows is not
-    launched. What comes out for padding tokens is undefined.
+    `paged_decode_attention` and `paged_prefill_attention`. The latter is not launched where the caller knows that it
+    has none. What comes out for padding tokens is undefined.
     """
     out = torch.empty_like(q)
-    if has_decodes:
-        paged_decode_attention(
-            q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out, decode_work
-        )
+    paged_decode_attention(q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out, decode_work)
     if has_prefills:
         paged_prefill_attention(q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out)
     return out

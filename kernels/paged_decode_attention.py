@@ -14,7 +14,7 @@ import triton
 from torch.nn import functional
 
 from paceline.kernels.decode_work import BLOCK_N, DecodeWork, plan_decode
-from paceline.kernels.launch import dependent_launch
+from paceline.kernels.launch import dependent_launch, launch_options
 from paceline.kernels.paged_decode_kernel import COMBINED_AT_ONCE, decode_kernel
 
 _GATHER_BYTES = 2 << 20
@@ -165,5 +165,5 @@ def paged_decode_attention_triton(
         not q.is_cuda,
         num_warps=4,
         num_stages=3,
-        **({"launch_pdl": True} if pdl else {}),
+        **launch_options(pdl),
     )

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.kernels.launch import dependent_launch
+from paceline.kernels.launch import dependent_launch, launch_options
 
 _ELEMENTS_PER_PROGRAM = 1024
 """Short rows share a program up to this many elements."""
@@ -86,7 +86,7 @@ def _launch(
         residual is not None,
         pdl,
         num_warps=num_warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **launch_options(pdl),
     )
     return out, total
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.kernels.launch import dependent_launch
+from paceline.kernels.launch import dependent_launch, launch_options
 from paceline.kernels.rms_norm import rms_norm_reference
 
 _HEADS_PER_PROGRAM = 8
@@ -122,7 +122,7 @@ def rotary_and_store_triton(
         norm,
         pdl,
         num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        **launch_options(pdl),
     )
     return query
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.kernels.launch import dependent_launch
+from paceline.kernels.launch import dependent_launch, launch_options
 
 _BLOCK = 1024
 
@@ -31,9 +31,8 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     pdl = dependent_launch(gate_up.device)
-    launch = {"launch_pdl": True} if pdl else {}
     grid = (num_tokens, triton.cdiv(size, _BLOCK))
-    _silu_and_mul_kernel[grid](gate_up, out, size, _BLOCK, pdl, num_warps=4, **launch)
+    _silu_and_mul_kernel[grid](gate_up, out, size, _BLOCK, pdl, num_warps=4, **launch_options(pdl))
     return out
 
 

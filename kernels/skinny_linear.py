@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.kernels.launch import dependent_launch
+from paceline.kernels.launch import dependent_launch, launch_options
 
 MAX_ROWS = 8
 
@@ -61,7 +61,7 @@ def skinny_linear(
     total = x if residual is None else torch.empty_like(x)
     pdl = dependent_launch(x.device)
     flags = (norm_weight is not None, residual is not None, gated, bias is not None, pdl)
-    launch = {"launch_pdl": True} if pdl else {}
+    launch = launch_options(pdl)
     tensors = (
         x,
         x if residual is None else residual,

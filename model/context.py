@@ -37,9 +37,7 @@ class StepContext:
     """[N] int64: which of the T tokens need logits; None: all, in order."""
     kv_caches: Sequence[KVCache]
     """One entry a layer."""
-    has_decodes: bool = True
-    """Whether a row may have one token, and"""
     has_prefills: bool = True
-    """more than one. To know spares launches."""
+    """Whether a row may have more than one token. To know that none has spares launches."""
     decode_work: DecodeWork | None = None
     """On a GPU, `plan_decode` of this step."""

@@ -89,7 +89,6 @@ class Attention(nn.Module):
             query_start=ctx.query_start,
             seq_lens=ctx.seq_lens,
             scale=self._scale,
-            has_decodes=ctx.has_decodes,
             has_prefills=ctx.has_prefills,
             decode_work=ctx.decode_work,
         )

@@ -66,7 +66,6 @@ class BatchState:
         self._slots, self._query_start, self._samples = self._step.split([num_slots, num_slots + 1, num_slots])
         self._pad_rows()
         # Host mirrors: counts are known without asking the device.
-        self.host_computed = [0] * num_slots
         self.host_known = [0] * num_slots
         self.host_blocks = [0] * num_slots
         self.host_prompt = [0] * num_slots
@@ -124,7 +123,6 @@ class BatchState:
         self._ints[:, slot] = ints
         self._floats[:, slot] = floats.view(torch.float32)
         self.seeds.view(torch.int32).view(-1, 2)[slot] = seed
-        self.host_computed[slot] = admission.num_computed
         self.host_known[slot] = known
         self.host_blocks[slot] = blocks
         self.host_prompt[slot] = admission.prompt_len
@@ -222,7 +220,6 @@ class BatchState:
         )
 
     def count(self, rows: HostRows) -> None:
-        """The same on the host, which knows the numbers but not the ids."""
-        for slot, count, samples in zip(rows.rows.slots, rows.rows.counts, rows.rows.samples, strict=True):
-            self.host_computed[slot] += count
+        """The same on the host, which knows how many tokens there are but not their ids."""
+        for slot, samples in zip(rows.rows.slots, rows.rows.samples, strict=True):
             self.host_known[slot] += samples
