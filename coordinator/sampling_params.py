@@ -71,6 +71,8 @@ class SamplingParams:
     """With each token report its log-probability and those of this many most likely tokens."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    grammar: str | None = None
+    """What the answer must follow, as a grammar in llguidance's own notation (Lark's dialect, or its JSON form)."""
 
     def __post_init__(self) -> None:
         for name, bounds in _INTEGERS.items():

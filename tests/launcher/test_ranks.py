@@ -204,7 +204,7 @@ ENDLESS = """
     from paceline import LLM, SamplingParams
     import os
 
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\\n" % os.getpid())  # at once: print() may write a line in two parts, and ranks share the pipe
     llm = LLM(sys.argv[1], device="cpu", max_model_len=500)
     while True:
         llm.generate([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
