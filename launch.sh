@@ -103,6 +103,11 @@ run_tests() {
     "$python" -m ruff check .
     "$python" -m ruff format --check .
     "$python" -m mypy
+    if [[ $# -eq 0 ]]; then
+        # The whole suite takes a process a core, each with one thread: more would take the others' cores.
+        export OMP_NUM_THREADS=1
+        set -- --numprocesses "$(nproc)" --dist worksteal
+    fi
     exec "$python" -m pytest "$@"
 }
 

@@ -65,11 +65,23 @@ def main() -> None:
         report.write("sampling", {"vocab": VOCAB, "copy_tb_s": copy / 1e12, "figures": figures})
 
 
-def choose(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-) -> torch.Tensor:
+class Choice:
     """The engine's choice of a token a row; the one place that knows how its kernel is called."""
-    return token_ids_of(gumbel_argmax(logits, temperature, seeds, positions, slots, 0, logits.shape[1]))
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._arrivals = torch.zeros(num_rows, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Token ids [R]."""
+        width = logits.shape[1]
+        return token_ids_of(gumbel_argmax(logits, temperature, seeds, positions, slots, 0, width, self._arrivals))
 
 
 def choose_by_torch(
@@ -98,7 +110,7 @@ def measure_argmax(rows: int) -> Iterator[dict[str, Any]]:
         sets = [random_logits(rows, 1.0, dtype) for _ in range(gpu_timing.copies_beyond_cache(nbytes))]
         for what, heat, torchs_way in (("greedy", 0.0, argmax_by_torch), ("temperature 1", 1.0, choose_by_torch)):
             temperature = torch.full((rows,), heat, device="cuda")
-            for name, kernel in (("torch", torchs_way), ("paceline", choose)):
+            for name, kernel in (("torch", torchs_way), ("paceline", Choice(rows, slots.device))):
                 error = None
                 if kernel is not choose_by_torch:  # which draws other noise, so that there is nothing to compare with
                     chosen = kernel(sets[0], temperature, seeds, positions, slots)

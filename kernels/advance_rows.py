@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.kernels.launch import launch
+
 _BLOCK = 128
 
 
@@ -56,7 +58,9 @@ def advance_rows_triton(
 ) -> None:
     """`advance_rows` by a Triton kernel."""
     num_rows = slots.shape[0]
-    _advance_rows_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+    launch(
+        _advance_rows_kernel,
+        (triton.cdiv(num_rows, _BLOCK),),
         token_ids,
         slots,
         query_start,

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.launch import num_processors
+from paceline.kernels.launch import launch, num_processors
 
 PROGRAMS_PER_PROCESSOR = 4
 BLOCK_N = 64
@@ -50,7 +50,9 @@ def plan_decode(query_start: torch.Tensor, seq_lens: torch.Tensor, kv_heads: int
     size = num_rows + triton.cdiv(programs, kv_heads)
     work = torch.empty(2 * size + 1 + num_rows * kv_heads, dtype=torch.int32, device=device)
     rows, chunks, chunk_len, arrivals = work.split([size, size, 1, num_rows * kv_heads])
-    _plan_decode_kernel[(triton.cdiv(size, _BLOCK),)](
+    launch(
+        _plan_decode_kernel,
+        (triton.cdiv(size, _BLOCK),),
         query_start,
         seq_lens,
         rows,

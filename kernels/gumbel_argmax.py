@@ -5,13 +5,12 @@ The noise is that of `gumbel_noise`, the same for a token wherever and in whatev
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from paceline.kernels.gumbel_noise import gumbel_noise, log2_exponential_triton, row_key_triton
+from paceline.kernels.launch import launch
 
 _MAX_TOKEN_ID = 2**31 - 1
 _NO_TOKEN_KEY = -(2**63)
@@ -32,6 +31,7 @@ def gumbel_argmax(
     slots: torch.Tensor,
     vocab_start: int,
     vocab_valid: int,
+    arrivals: torch.Tensor,
 ) -> torch.Tensor:
     """Return each row's winner among one shard of the vocabulary, as a key that compares like its score: [R] int64.
 
@@ -44,10 +44,13 @@ def gumbel_argmax(
     padding itself where that is negative: then its key is less than any token's. temperature: [S] float32. seeds: [S]
     int64. positions: [S] int32 or int64, those of the tokens to draw.
 
-    On a GPU, calls for one device must follow each other, as they do on one stream: they share its arrival counts.
+    arrivals: [R or more] int32, zero before the first call and again after each. Calls that share it must follow each
+    other, as they do on one stream.
     """
-    run = gumbel_argmax_triton if logits.is_cuda else gumbel_argmax_reference
-    return run(logits, temperature, seeds, positions, slots, vocab_start, vocab_valid)
+    settings = temperature, seeds, positions, slots
+    if logits.is_cuda:
+        return gumbel_argmax_triton(logits, *settings, vocab_start, vocab_valid, arrivals)
+    return gumbel_argmax_reference(logits, *settings, vocab_start, vocab_valid)
 
 
 def token_ids_of(keys: torch.Tensor) -> torch.Tensor:
@@ -98,6 +101,7 @@ def gumbel_argmax_triton(
     slots: torch.Tensor,
     vocab_start: int,
     vocab_valid: int,
+    arrivals: torch.Tensor,
 ) -> torch.Tensor:
     """`gumbel_argmax` by one launch of a Triton kernel, several programs a row; the last of a row ends it."""
     num_rows, width = logits.shape
@@ -106,14 +110,16 @@ def gumbel_argmax_triton(
     tiles = triton.cdiv(blocks, steps)
     keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     partial_keys = torch.empty((num_rows, tiles), dtype=torch.int64, device=logits.device)
-    _gumbel_argmax_kernel[(num_rows, tiles)](
+    launch(
+        _gumbel_argmax_kernel,
+        (num_rows, tiles),
         logits,
         temperature,
         seeds,
         positions,
         slots,
         partial_keys,
-        _arrival_counts(logits.device, triton.next_power_of_2(num_rows)),
+        arrivals,
         keys,
         width,
         vocab_start,
@@ -125,12 +131,6 @@ def gumbel_argmax_triton(
         num_warps=4,
     )
     return keys
-
-
-@functools.cache
-def _arrival_counts(device: torch.device, num_rows: int) -> torch.Tensor:
-    """How many programs of each row have arrived, [num_rows] int32: zero again after every launch, so never cleared."""
-    return torch.zeros(num_rows, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["vocab_start"])

@@ -1,10 +1,47 @@
-"""What launches need to know of the GPU."""
+"""Launching kernels, compiling them before that, and what launches need to know of the GPU."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, dependent: bool = False, **options: Any) -> None:
+    """Start a Triton kernel on a grid of programs; within `compile_only`, compile it for such arguments instead.
+
+    dependent: the kernel may start while the one before ends; `dependent_launch` says what that takes.
+    """
+    if dependent:  # not every backend knows the option
+        options["launch_pdl"] = True
+    if any(isinstance(argument, FakeTensor) for argument in arguments):
+        types = (argument.dtype if isinstance(argument, FakeTensor) else argument for argument in arguments)
+        kernel.warmup(*types, grid=grid, **options)
+    else:
+        kernel[grid](*arguments, **options)
+
+
+@contextmanager
+def compile_only(device: torch.device, num_threads: int) -> Iterator[None]:
+    """Within, nothing is computed: tensors that are made have a shape and no content, and `launch` compiles.
+
+    The kernels are compiled side by side, and at the end all are loaded; the first that cannot be is raised.
+    """
+    with ThreadPoolExecutor(num_threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+        with triton.AsyncCompileMode(pool) as mode, FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+        # Loading counts too: for that, some versions of Triton build a launcher of each kernel with a C compiler.
+        list(pool.map(_load, mode.future_kernels.values()))
+
+
+def _load(future: triton.FutureKernel) -> None:
+    _ = future.result().run  # a property that loads the kernel
 
 
 @functools.cache
@@ -23,8 +60,3 @@ def dependent_launch(device: torch.device) -> bool:
     of them must do so, even one that needs nothing from the kernel just before it: whoever comes next relies on it.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def launch_options(dependent: bool) -> dict[str, bool]:
-    """What a launch is given to be a dependent one; nothing otherwise, for not every backend knows the option."""
-    return {"launch_pdl": True} if dependent else {}

@@ -14,7 +14,7 @@ import triton
 from torch.nn import functional
 
 from paceline.kernels.decode_work import BLOCK_N, DecodeWork, plan_decode
-from paceline.kernels.launch import dependent_launch, launch_options
+from paceline.kernels.launch import dependent_launch, launch
 from paceline.kernels.paged_decode_kernel import COMBINED_AT_ONCE, decode_kernel
 
 _GATHER_BYTES = 2 << 20
@@ -135,7 +135,9 @@ def paged_decode_attention_triton(
     group = num_heads // kv_heads
     pieces = work.rows.shape[0]
     pdl = dependent_launch(q.device)
-    decode_kernel[(kv_heads, pieces)](
+    launch(
+        decode_kernel,
+        (kv_heads, pieces),
         q,
         k_cache,
         v_cache,
@@ -165,5 +167,5 @@ def paged_decode_attention_triton(
         not q.is_cuda,
         num_warps=4,
         num_stages=3,
-        **launch_options(pdl),
+        dependent=pdl,
     )

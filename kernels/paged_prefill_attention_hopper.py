@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from paceline.kernels.launch import launch, num_processors
 from paceline.kernels.paged_prefill_loader_hopper import (
     FIRST_PAIR,
     HALF,
@@ -55,12 +56,6 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors of a GPU."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def paged_prefill_attention_hopper(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -86,14 +81,20 @@ def paged_prefill_attention_hopper(
         return
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     k_slots, v_slots = (
-        TensorDescriptor.from_tensor(
-            cache.view(num_blocks * block_size, kv_heads * head_dim), [block_size, HALF.value], layout
+        TensorDescriptor(
+            cache,
+            [num_blocks * block_size, kv_heads * head_dim],
+            [kv_heads * head_dim, 1],
+            [block_size, HALF.value],
+            layout,
         )
         for cache in (k_cache, v_cache)
     )
     # Every row can leave one tile partly filled.
     most_tiles = triton.cdiv(num_tokens * group, 2 * _GROUP_M.value) + most_rows
-    _hopper_prefill_kernel[(min(most_tiles * kv_heads, _num_processors(q.device)),)](
+    launch(
+        _hopper_prefill_kernel,
+        (min(most_tiles * kv_heads, num_processors(q.device)),),
         q,
         k_slots,
         v_slots,

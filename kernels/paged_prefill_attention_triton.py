@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.kernels.launch import launch
+
 _ROWS_AT_ONCE = tl.constexpr(256)
 """How many rows a program looks at in one go when it seeks its own."""
 
@@ -68,7 +70,9 @@ def paged_prefill_attention_triton(
     tile = tile or tile_for(head_dim, q.element_size())
     # Every row can leave one tile partly filled.
     most_tiles = triton.cdiv(num_tokens * group, tile.block_m) + most_rows
-    _prefill_kernel[(most_tiles * kv_heads,)](
+    launch(
+        _prefill_kernel,
+        (most_tiles * kv_heads,),
         q,
         k_cache,
         v_cache,

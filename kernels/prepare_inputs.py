@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.kernels.launch import launch
+
 _BLOCK = 64
 
 
@@ -90,7 +92,9 @@ def prepare_inputs_triton(
         torch.empty(num_rows, dtype=torch.int32, device=device),
         torch.empty(num_rows, dtype=torch.int64, device=device),
     )
-    _prepare_inputs_kernel[(triton.cdiv(num_tokens, _BLOCK) + triton.cdiv(num_rows, _BLOCK),)](
+    launch(
+        _prepare_inputs_kernel,
+        (triton.cdiv(num_tokens, _BLOCK) + triton.cdiv(num_rows, _BLOCK),),
         token_table,
         computed_lens,
         block_tables,

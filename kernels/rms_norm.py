@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.kernels.launch import dependent_launch, launch_options
+from paceline.kernels.launch import dependent_launch, launch
 
 _ELEMENTS_PER_PROGRAM = 1024
 """Short rows share a program up to this many elements."""
@@ -72,7 +72,9 @@ def _launch(
     num_rows, size = x.shape
     block, block_rows, num_warps = _tile(size)
     pdl = dependent_launch(x.device)
-    _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+    launch(
+        _rms_norm_kernel,
+        (triton.cdiv(num_rows, block_rows),),
         x,
         x if residual is None else residual,
         weight,
@@ -86,7 +88,7 @@ def _launch(
         residual is not None,
         pdl,
         num_warps=num_warps,
-        **launch_options(pdl),
+        dependent=pdl,
     )
     return out, total
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.kernels.launch import dependent_launch, launch_options
+from paceline.kernels.launch import dependent_launch, launch
 from paceline.kernels.rms_norm import rms_norm_reference
 
 _HEADS_PER_PROGRAM = 8
@@ -101,7 +101,9 @@ def rotary_and_store_triton(
     half = cos_sin.shape[1] // 2
     norm = q_norm is not None
     pdl = dependent_launch(qkv.device)
-    _rotary_and_store_kernel[(num_tokens, triton.cdiv(heads, _HEADS_PER_PROGRAM))](
+    launch(
+        _rotary_and_store_kernel,
+        (num_tokens, triton.cdiv(heads, _HEADS_PER_PROGRAM)),
         qkv,
         q_norm if norm else qkv,
         k_norm if norm else qkv,
@@ -122,7 +124,7 @@ def rotary_and_store_triton(
         norm,
         pdl,
         num_warps=4,
-        **launch_options(pdl),
+        dependent=pdl,
     )
     return query
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.kernels.launch import dependent_launch, launch_options
+from paceline.kernels.launch import dependent_launch, launch
 
 _BLOCK = 1024
 
@@ -32,7 +32,7 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     pdl = dependent_launch(gate_up.device)
     grid = (num_tokens, triton.cdiv(size, _BLOCK))
-    _silu_and_mul_kernel[grid](gate_up, out, size, _BLOCK, pdl, num_warps=4, **launch_options(pdl))
+    launch(_silu_and_mul_kernel, grid, gate_up, out, size, _BLOCK, pdl, num_warps=4, dependent=pdl)
     return out
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.kernels.launch import dependent_launch, launch_options
+from paceline.kernels.launch import dependent_launch, launch
 
 MAX_ROWS = 8
 
@@ -61,7 +61,6 @@ def skinny_linear(
     total = x if residual is None else torch.empty_like(x)
     pdl = dependent_launch(x.device)
     flags = (norm_weight is not None, residual is not None, gated, bias is not None, pdl)
-    launch = launch_options(pdl)
     tensors = (
         x,
         x if residual is None else residual,
@@ -74,11 +73,25 @@ def skinny_linear(
     if num_rows == 1:
         block_n, block_k, num_warps = _row_tile(num_columns, size)
         grid = (triton.cdiv(num_columns, block_n),)
-        _row_kernel[grid](*tensors, num_columns, eps, size, block_n, block_k, *flags, num_warps=num_warps, **launch)
+        launch(
+            _row_kernel,
+            grid,
+            *tensors,
+            num_columns,
+            eps,
+            size,
+            block_n,
+            block_k,
+            *flags,
+            num_warps=num_warps,
+            dependent=pdl,
+        )
     else:
         block_m = max(8, triton.next_power_of_2(num_rows))
         tile = _tile(num_columns, size)
-        _skinny_kernel[(triton.cdiv(num_columns, tile.columns),)](
+        launch(
+            _skinny_kernel,
+            (triton.cdiv(num_columns, tile.columns),),
             *tensors,
             num_rows,
             num_columns,
@@ -91,7 +104,7 @@ def skinny_linear(
             *flags,
             not x.is_cuda,
             num_warps=tile.slices,
-            **launch,
+            dependent=pdl,
         )
     return out, total
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from paceline.kernels.launch import launch
 from paceline.kernels.top_k_top_p_kernels import BOUNDS, TOTALS, apply_kernel, collect_kernel, survey_kernel
 from paceline.kernels.top_k_top_p_search import interval_kernel, search_kernel
 
@@ -98,17 +99,39 @@ def filter_logits_triton(
     candidates = torch.empty((num_rows, capacity), device=logits.device)
     rows = (logits, temperature, top_k, top_p, min_p)
     stride = logits.stride(0)
-    survey_kernel[(tiles, num_rows)](*rows, peaks, masses, width, stride, TILE=tile, num_warps=8)
-    interval_kernel[(num_rows,)](
+    launch(survey_kernel, (tiles, num_rows), *rows, peaks, masses, width, stride, TILE=tile, num_warps=8)
+    launch(
+        interval_kernel,
+        (num_rows,),
         *rows, peaks, masses, bounds, totals, width, stride, tiles,
         TILES=triton.next_power_of_2(tiles), CAPACITY=capacity, SAMPLE=_SAMPLE, num_warps=16,
     )  # fmt: skip
     collect_tile = min(tile, _COLLECT_TILE)
-    collect_kernel[(triton.cdiv(width, collect_tile), num_rows)](
-        *rows, bounds, totals, candidates, width, stride, TILE=collect_tile, CAPACITY=capacity, num_warps=8
+    launch(
+        collect_kernel,
+        (triton.cdiv(width, collect_tile), num_rows),
+        *rows,
+        bounds,
+        totals,
+        candidates,
+        width,
+        stride,
+        TILE=collect_tile,
+        CAPACITY=capacity,
+        num_warps=8,
     )
-    search_kernel[(num_rows,)](
-        *rows, bounds, totals, candidates, width, stride, BLOCK=_SEARCH_BLOCK, CAPACITY=capacity, num_warps=8
+    launch(
+        search_kernel,
+        (num_rows,),
+        *rows,
+        bounds,
+        totals,
+        candidates,
+        width,
+        stride,
+        BLOCK=_SEARCH_BLOCK,
+        CAPACITY=capacity,
+        num_warps=8,
     )
-    apply_kernel[(tiles, num_rows)](*rows, bounds, width, stride, TILE=tile, num_warps=8)
+    launch(apply_kernel, (tiles, num_rows), *rows, bounds, width, stride, TILE=tile, num_warps=8)
     return logits

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 T = TypeVar("T")
 
@@ -53,7 +54,10 @@ class SingleRank:
 
 
 class ProcessGroupCommunicator:
-    """Ranks are processes of a torch.distributed group."""
+    """Ranks are processes of a torch.distributed group.
+
+    A fake tensor, which stands for a shape while kernels are compiled, is not exchanged.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: dist.ProcessGroup | None = group
@@ -61,18 +65,21 @@ class ProcessGroupCommunicator:
         self.size = dist.get_world_size(group)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(tensor, group=self._group)
+        if not isinstance(tensor, FakeTensor):
+            dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        if not isinstance(tensor, FakeTensor):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         # NCCL and gloo concatenate along the first dimension; ranks are brought to the last one here.
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        _all_gather_single(gathered.view(-1), tensor.view(-1), group=self._group)
+        if not isinstance(tensor, FakeTensor):
+            _all_gather_single(gathered.view(-1), tensor.view(-1), group=self._group)
         return gathered.movedim(0, -2).reshape(*tensor.shape[:-1], -1)
 
     def close(self) -> None:

@@ -90,6 +90,7 @@ class Sampler:
         self._communicator = communicator
         self._vocab = vocab
         self._vocab_size = vocab_size
+        self._arrivals = torch.zeros(state.num_slots, dtype=torch.int32, device=state.device)
         self._rows: HostRows | None = None
         self._ruled: _RuledRows | None = None
 
@@ -111,6 +112,7 @@ class Sampler:
             state.slots(logits.shape[0]),
             self._vocab.start,
             self._vocab.length,
+            self._arrivals,
         )
         return token_ids_of(self._communicator.all_reduce_max(keys))
 
@@ -257,6 +259,12 @@ class Sampler:
         padding = logits.shape[1] - mine.shape[1]
         mine = torch.nn.functional.pad(mine, (0, padding), value=float("-inf"))
         return logits.float().index_copy_(0, filtered.index, mine)
+
+    def compile_filters(self) -> None:
+        """Within `compile_only`: compile what `_filter` launches."""
+        state = self._state
+        settings = (each[:1] for each in (state.temperature, state.top_k, state.top_p, state.min_p))
+        filter_logits(torch.empty((1, self._vocab_size), device=state.device), *settings)
 
     def _gather(self, logits: torch.Tensor) -> torch.Tensor:
         """The whole vocabulary's logits [n, vocab_size] of local ones [n, W]; every rank's shard starts at rank * W."""

@@ -52,6 +52,19 @@ class GraphShapes:
             smaller = rows
         return sorted(shapes, key=lambda shape: (shape.num_rows, shape.num_tokens), reverse=True)
 
+    def typical(self) -> list[StepShape]:
+        """A few of them that together launch every variant of a kernel: powers of two, the smallest and the largest."""
+        everything = self.all()
+        typical = [
+            shape
+            for shape in everything
+            if not shape.has_prefills and (shape.num_rows.bit_count() == 1 or shape.num_rows == self._rows[-1])
+        ]
+        for rows in self._rows_with_prompts:
+            of_rows = [shape for shape in everything if shape.has_prefills and shape.num_rows == rows]
+            typical += of_rows[:1] + of_rows[1:][-1:]
+        return typical
+
 
 class StepGraphs(Generic[Result]):
     """The graphs of one body on one rank; all share a pool of memory, for only one of them runs at a time."""

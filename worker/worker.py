@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.coordinator.messages import Admission, Limits, RowSampling, StepPlan, StepRows
+from paceline.kernels.launch import compile_only
 from paceline.model.config import ModelConfig
 from paceline.model.context import KVCache
 from paceline.model.decoder import Hidden
@@ -22,9 +24,10 @@ from paceline.worker.memory import size_cache
 from paceline.worker.pending import PendingResult
 from paceline.worker.ranks import RankGroup
 from paceline.worker.sampler import SampledLogprobs, Sampler
-from paceline.worker.step_graphs import StepGraphs
+from paceline.worker.step_graphs import GraphShapes, StepGraphs
 
 CPU_WARM_UP_TOKENS = 4
+MAX_COMPILER_THREADS = 16
 EVERY_RULE = RowSampling(
     temperature=1.0,
     seed=0,
@@ -128,14 +131,16 @@ class Worker:
 
         Returns the bytes that weights and workspace took.
 
-        The steps go the way of any other, over a cache of one block that is thrown away. On a GPU this compiles the
-        kernels; on the CPU, where memory is not the limit, small steps do.
+        The steps go the way of any other, over a cache of one block that is thrown away; on the CPU, where memory is
+        not the limit, small ones do.
         """
         on_gpu = self._ranks.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._ranks.device)
             weights = torch.cuda.memory_allocated(self._ranks.device)
         self._kv_caches = self._make_caches(1)
+        if on_gpu:
+            self._compile_kernels()
         tokens = self._config.max_batched_tokens if on_gpu else min(CPU_WARM_UP_TOKENS, self._config.max_batched_tokens)
         query_len = min(tokens, self._max_model_len - 1)  # the sampled token needs a place too
         prompts = min(tokens // query_len, self._config.max_num_seqs)
@@ -155,6 +160,19 @@ class Worker:
         # What the allocator holds now it keeps for the steps that are too large for a CUDA graph: to ask the driver
         # for memory again would take longer than many a step. The graphs have a workspace of their own.
         return torch.cuda.memory_reserved(self._ranks.device) + workspace
+
+    @torch.inference_mode()
+    def _compile_kernels(self) -> None:
+        """Compile what the steps will launch, side by side: one after the other takes most of a first start's time.
+
+        A kernel's variants follow from the types and widths of the model and from powers of two of the rows. What is
+        missed here is compiled when it is first launched.
+        """
+        threads = max(1, len(os.sched_getaffinity(0)) // self._ranks.size)
+        with compile_only(self._ranks.device, min(threads, MAX_COMPILER_THREADS)):
+            for shape in GraphShapes(self.state.num_slots, self._config.max_batched_tokens).typical():
+                self._launch_step(shape)
+            self._sampler.compile_filters()
 
     def _count_blocks(self, in_use: int) -> int:
         block_size, kv_heads, head_dim = self._block_shape()

@@ -44,7 +44,9 @@ def test_a_choice_below_the_best_is_found() -> None:
     torch.manual_seed(0)
     logits, temperature = torch.randn(3, 1000), torch.tensor([0.0, 1.0, 0.5])
     seeds, positions = torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6], dtype=torch.int32)
-    chosen = sampling.choose(logits, temperature, seeds, positions, torch.arange(3, dtype=torch.int32))
+    chosen = sampling.Choice(3, logits.device)(
+        logits, temperature, seeds, positions, torch.arange(3, dtype=torch.int32)
+    )
     assert sampling.shortfall(chosen, logits, temperature, seeds, positions) < 1e-4
     chosen[0] = logits[0].argsort()[-2]
     assert sampling.shortfall(chosen, logits, temperature, seeds, positions) == pytest.approx(

@@ -1,128 +1,135 @@
-"""Compile every Triton kernel for sm_90, which needs no GPU; test_compile.py runs this without the interpreter."""
+"""Compile every Triton kernel for sm_90, which needs no GPU; test_compile.py runs this without the interpreter.
+
+The operations are called as on a GPU, within `compile_only`, so that what is compiled is what they launch.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
 import pkgutil
-from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 
+import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import paceline.kernels
-from paceline.kernels.paged_prefill_attention_triton import tile_for
+from paceline.kernels.advance_rows import advance_rows
+from paceline.kernels.gumbel_argmax import gumbel_argmax
+from paceline.kernels.launch import compile_only
+from paceline.kernels.paged_attention import paged_attention
+from paceline.kernels.paged_prefill_attention_triton import paged_prefill_attention_triton
+from paceline.kernels.prepare_inputs import prepare_inputs
+from paceline.kernels.rms_norm import add_rms_norm, rms_norm
+from paceline.kernels.rotary_and_store import rotary_and_store
+from paceline.kernels.silu_and_mul import silu_and_mul
+from paceline.kernels.skinny_linear import skinny_linear
+from paceline.kernels.top_k_top_p import filter_logits
 
 MAX_SHARED_BYTES = 227 * 1024
-
-HALF_BLOCK = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout(128, 16, rank=2)!r}>"
-# Types of the arguments by name; other pointers are bfloat16.
-TYPES = {
-    "cos_sin_ptr": "*fp32",
-    "log_sums_ptr": "*fp32",
-    "partial_ptr": "*fp32",
-    "peaks_ptr": "*fp32",
-    "masses_ptr": "*fp32",
-    "bounds_ptr": "*fp32",
-    "candidates_ptr": "*fp32",
-    "temperature_ptr": "*fp32",
-    "top_p_ptr": "*fp32",
-    "min_p_ptr": "*fp32",
-    "block_tables_ptr": "*i32",
-    "chunk_len_ptr": "*i32",
-    "chunks_ptr": "*i32",
-    "counter_ptr": "*i32",
-    "known_lens_ptr": "*i32",
-    "row_slots_ptr": "*i32",
-    "rows_ptr": "*i32",
-    "samples_ptr": "*i32",
-    "last_tokens_ptr": "*i64",
-    "token_ids_ptr": "*i64",
-    "computed_lens_ptr": "*i32",
-    "positions_ptr": "*i32",
-    "query_start_ptr": "*i32",
-    "seq_lens_ptr": "*i32",
-    "token_table_ptr": "*i32",
-    "top_k_ptr": "*i32",
-    "input_ids_ptr": "*i64",
-    "keys_ptr": "*i64",
-    "partial_keys_ptr": "*i64",
-    "arrivals_ptr": "*i32",
-    "seeds_ptr": "*i64",
-    "totals_ptr": "*i64",
-    "slot_mapping_ptr": "*i64",
-    "slots_ptr": "*i32",
-    "k_slots": HALF_BLOCK,
-    "v_slots": HALF_BLOCK,
-    "eps": "fp32",
-    "scale_log2": "fp32",
-}
-INTEGERS = (
-    "num_rows", "num_tokens", "num_columns", "outer_stride", "size", "width", "vocab_start", "vocab_valid",
-    "block_table_width", "token_table_width", "num_slots", "tiles",
-)  # fmt: skip
-
-ATTENTION = {"BLOCK_SIZE": 16, "BLOCK_N": 64, "UPCAST": False}
-HEADS = (
-    {"GROUP": 3, "KV_HEADS": 3, "HEAD_DIM": 64, "BLOCK_D": 64},
-    {"GROUP": 1, "KV_HEADS": 32, "HEAD_DIM": 80, "BLOCK_D": 128},
-    {"GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": 256, "BLOCK_D": 256},
+SLOTS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS = 256, 4096, 16, 1000
+HEADS = ((9, 3, 64), (32, 32, 80), (16, 8, 128), (32, 8, 256))
+"""Heads, KV heads, head dimension."""
+LINEAR = (
+    # Columns, inner dimension, norm with residual, gated
+    (4096, 1024, True, False),
+    (3072, 1024, True, True),
+    (1024, 3072, False, False),
+    (151936, 1024, True, False),
+    (12288, 4096, True, True),
 )
-ROTARY = {"Q_HEADS": 9, "KV_HEADS": 3, "HEAD_DIM": 80, "BLOCK_HEADS": 8, "PDL": True, "num_warps": 4}
-DECODE = {"COMBINED": 8, "PDL": True, "num_warps": 4, "num_stages": 3}
-SKINNY = {"BLOCK_M": 8, "BLOCK_N": 16, "SLICES": 4, "SLICE": 256, "UPCAST": False, "num_warps": 4}
-PLAIN = {"NORM": False, "RESIDUAL": False, "GATED": False, "BIAS": False, "PDL": True}
-EXTRAS = {"NORM": True, "RESIDUAL": True, "GATED": True, "BIAS": False, "PDL": True}
-# The constexpr arguments of each kernel, once or more, and the options its launch function passes.
-VARIANTS: dict[str, list[dict[str, int]]] = {
-    "_rms_norm_kernel": [
-        {"SIZE": 576, "BLOCK_ROWS": 1, "BLOCK": 1024, "RESIDUAL": False, "PDL": True, "num_warps": 2},
-        {"SIZE": 8192, "BLOCK_ROWS": 1, "BLOCK": 8192, "RESIDUAL": True, "PDL": True, "num_warps": 16},
-    ],
-    "_silu_and_mul_kernel": [{"SIZE": 1536, "BLOCK": 1024, "PDL": True, "num_warps": 4}],
-    "_rotary_and_store_kernel": [
-        {**ROTARY, "HALF": 40, "BLOCK_HALF": 64, "BLOCK_REST": 0, "NORM": False},
-        {**ROTARY, "HALF": 16, "BLOCK_HALF": 16, "BLOCK_REST": 64, "NORM": True},
-    ],
-    "_prepare_inputs_kernel": [{"BLOCK_SIZE": 16, "BLOCK": 64, "num_warps": 4}],
-    "_advance_rows_kernel": [{"BLOCK": 128, "num_warps": 4}],
-    "_plan_decode_kernel": [
-        {"KV_HEADS": 3, "PROGRAMS": 528, "MIN_CHUNK": 128, "BLOCK_N": 64, "BLOCK_R": 256, "BLOCK": 64, "num_warps": 4}
-    ],
-    "decode_kernel": [{**ATTENTION, **heads, "BLOCK_M": 16, "BLOCK_G": 4, **DECODE} for heads in HEADS],
-    "_row_kernel": [
-        {**EXTRAS, "SIZE": 1024, "BLOCK_N": 8, "BLOCK_K": 1024, "num_warps": 4},
-        {**EXTRAS, "SIZE": 12288, "BLOCK_N": 4, "BLOCK_K": 4096, "num_warps": 8},
-    ],
-    "_skinny_kernel": [
-        {**EXTRAS, **SKINNY, "SIZE": 1024},
-        {**PLAIN, **SKINNY, "SIZE": 3072, "SLICES": 8, "num_warps": 8},
-    ],
-    "_prefill_kernel": [
-        {
-            **heads, "BLOCK_SIZE": 16, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "OVERLAP": tile.overlap,
-            "WIDE": wide, "UPCAST": False, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-        }
-        for heads, wide in zip(HEADS, (False, True, False), strict=True)
-        for tile in [tile_for(heads["HEAD_DIM"], 2)]
-    ],
-    "_hopper_prefill_kernel": [
-        {"GROUP": 2, "KV_HEADS": 8, "HEAD_DIM": head_dim, "BLOCK_N": 128, "STAGES": 2, "num_warps": 4}
-        for head_dim in (64, 128)
-    ],
-    "_gumbel_argmax_kernel": [
-        {"BLOCK": 1024, "STEPS": steps, "TILES": tiles, "ON_GPU": True, "num_warps": 4}
-        for steps, tiles in ((1, 256), (16, 16))
-    ],
-    "survey_kernel": [{"TILE": 4096, "num_warps": 8}],
-    "interval_kernel": [{"TILES": 64, "CAPACITY": 16384, "SAMPLE": 8192, "num_warps": 16}],
-    "collect_kernel": [{"TILE": 2048, "CAPACITY": 16384, "num_warps": 8}],
-    "search_kernel": [{"BLOCK": 1024, "CAPACITY": 16384, "num_warps": 8}],
-    "apply_kernel": [{"TILE": 4096, "num_warps": 8}],
-}  # fmt: skip
+
+
+class Hopper:
+    """What Triton asks of a GPU's driver to compile for it and to load what was compiled."""
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": MAX_SHARED_BYTES},
+        load_binary=lambda *arguments: ("module", "function", 0, 0, 1024),
+    )
+
+    def launcher_cls(self, *arguments: object) -> str:
+        return "launcher"
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Of a shape, on the GPU that is not there."""
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return tensor(*shape, dtype=torch.int32)
+
+
+def floats(*shape: int) -> torch.Tensor:
+    return tensor(*shape, dtype=torch.float32)
+
+
+def call_all() -> None:
+    """Call every operation with what models of several shapes give it."""
+    prepare_inputs(
+        ints(SLOTS, MAX_LEN), ints(SLOTS), ints(SLOTS, MAX_LEN // BLOCK_SIZE), ints(8), ints(9), 8, BLOCK_SIZE
+    )
+    lens = ints(SLOTS), ints(SLOTS)
+    advance_rows(tensor(8, dtype=torch.int64), ints(8), ints(9), ints(8), ints(SLOTS, MAX_LEN), *lens)
+    for size in (576, 8192):
+        rms_norm(tensor(16, size), tensor(size), 1e-6)
+        add_rms_norm(tensor(16, size), tensor(16, size), tensor(size), 1e-6)
+    silu_and_mul(tensor(16, 2 * 1536))
+    for shape in HEADS:
+        call_attention(*shape, rotated=min(shape[2], 128), with_norm=shape[2] == 128)
+    for num_rows in (1, 4):
+        for columns, size, with_norm, gated in LINEAR:
+            call_linear(num_rows, columns, size, with_norm, gated)
+    for num_rows in (1, 256):
+        settings = floats(SLOTS), tensor(SLOTS, dtype=torch.int64), ints(SLOTS), ints(num_rows)
+        gumbel_argmax(tensor(num_rows, 151936), *settings, 0, 151936, ints(SLOTS))
+    filter_logits(floats(4, 151936), floats(4), ints(4), floats(4), floats(4))
+
+
+def call_attention(heads: int, kv_heads: int, head_dim: int, *, rotated: int, with_norm: bool) -> None:
+    num_tokens, num_rows = 64, 4
+    caches = [tensor(NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_dim) for _ in range(2)]
+    query = rotary_and_store(
+        tensor(num_tokens, (heads + 2 * kv_heads) * head_dim),
+        tensor(head_dim) if with_norm else None,
+        tensor(head_dim) if with_norm else None,
+        1e-6,
+        ints(num_tokens),
+        floats(MAX_LEN, rotated),
+        *caches,
+        tensor(num_tokens, dtype=torch.int64),
+    )
+    rows = {
+        "block_tables": ints(SLOTS, MAX_LEN // BLOCK_SIZE),
+        "row_slots": ints(num_rows),
+        "query_start": ints(num_rows + 1),
+        "seq_lens": ints(num_rows),
+    }
+    paged_attention(query, *caches, **rows, scale=0.1)
+    paged_prefill_attention_triton(query, *caches, **rows, scale=0.1, out=query)  # other GPUs take it for all heads
+
+
+def call_linear(num_rows: int, columns: int, size: int, with_norm: bool, gated: bool) -> None:
+    skinny_linear(
+        tensor(num_rows, size),
+        tensor(2 * columns if gated else columns, size),
+        residual=tensor(num_rows, size) if with_norm else None,
+        norm_weight=tensor(size) if with_norm else None,
+        eps=1e-6,
+        gated=gated,
+    )
 
 
 def find_kernels() -> dict[str, JITFunction]:
@@ -138,42 +145,18 @@ def find_kernels() -> dict[str, JITFunction]:
     return kernels
 
 
-def compile_variant(kernel: JITFunction, variant: dict[str, int]) -> None:
-    """Compile one kernel; raises if it does not compile or asks for more shared memory than sm_90 has."""
-    options = {name: value for name, value in variant.items() if name in ("num_warps", "num_stages")}
-    constants = {name: value for name, value in variant.items() if name not in options}
-    signature = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in INTEGERS:
-            signature[name] = "i32"
-        else:
-            signature[name] = TYPES.get(name, "*bf16")
-    # The filters work on float32 logits alone.
-    if "min_p_ptr" in kernel.arg_names:
-        signature["logits_ptr"] = "*fp32"
-    source = GluonASTSource if kernel.is_gluon() else ASTSource
-    compiled = compile(
-        source(fn=kernel, signature=signature, constexprs=constants), GPUTarget("cuda", 90, 32), options=options
-    )
-    if compiled.metadata.shared > MAX_SHARED_BYTES:
-        raise RuntimeError(f"{kernel.__name__} {variant} needs {compiled.metadata.shared} bytes of shared memory")
-
-
-def compile_named(name: str, variant: dict[str, int]) -> None:
-    """`compile_variant` in a process of its own."""
-    compile_variant(find_kernels()[name], variant)
-
-
 def main() -> None:
+    driver.set_active(Hopper())
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
+    with compile_only(torch.device("cuda", 0), len(os.sched_getaffinity(0))):
+        call_all()  # a kernel that takes more shared memory than there is cannot be loaded
     kernels = find_kernels()
-    if kernels.keys() != VARIANTS.keys():
-        raise RuntimeError(f"kernels without a variant here, or the reverse: {kernels.keys() ^ VARIANTS.keys()}")
-    work = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
-    with ProcessPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
-        list(pool.map(compile_named, *zip(*work, strict=True)))
-    print(f"compiled {len(kernels)} kernels")
+    variants = {name: len(kernel.device_caches[0][0]) for name, kernel in kernels.items()}
+    if not all(variants.values()):
+        raise RuntimeError(f"no operation that this script calls launches one of {variants}")
+    print(f"compiled {len(kernels)} kernels in {sum(variants.values())} variants")
 
 
 if __name__ == "__main__":

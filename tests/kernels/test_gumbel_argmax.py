@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,17 @@ INF, NAN = float("inf"), float("nan")
 NOISE_ERROR = 3e-6
 """Of the kernel, whose logarithms are the GPU's own."""
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-BOTH = pytest.mark.parametrize("sample", [gumbel_argmax_reference, gumbel_argmax_triton])
+
+
+def argmax_by_kernel(logits: torch.Tensor, *settings: Any) -> torch.Tensor:
+    return gumbel_argmax_triton(logits, *settings, arrivals_for(logits))
+
+
+def arrivals_for(logits: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
+
+
+BOTH = pytest.mark.parametrize("sample", [gumbel_argmax_reference, argmax_by_kernel])
 
 
 def scores_of(keys: torch.Tensor) -> torch.Tensor:
@@ -133,7 +144,7 @@ def test_equal_scores_go_to_the_lowest_id(device: torch.device) -> None:
     logits = torch.zeros(2, 8000, device=device)
     for column in (7999, 5001, 3077, 3076, 2053):
         logits[:, column] = 1.0
-        keys = gumbel_argmax_triton(logits, *rows(2, 0.0, device), 0, 8000)
+        keys = argmax_by_kernel(logits, *rows(2, 0.0, device), 0, 8000)
         assert token_ids_of(keys).tolist() == [column] * 2
 
 
@@ -142,7 +153,7 @@ def test_keys_do_not_depend_on_the_number_of_steps(device: torch.device, monkeyp
     keys = []
     for full_grid in (16, 4, 1):
         monkeypatch.setattr("paceline.kernels.gumbel_argmax._FULL_GRID", full_grid)
-        keys.append(gumbel_argmax_triton(logits, *settings, 0, 8100))
+        keys.append(argmax_by_kernel(logits, *settings, 0, 8100))
     assert torch.equal(keys[0], keys[1])
     assert torch.equal(keys[0], keys[2])
 
@@ -154,7 +165,7 @@ def test_kernel_equals_reference(dtype: torch.dtype, temperatures: tuple[float, 
     logits = torch.randn(2, 8100, device=device).to(dtype)
     settings = (torch.tensor(temperatures, device=device), *rows(2, 0.0, device)[1:])
     before = logits.clone()
-    actual = gumbel_argmax_triton(logits, *settings, 1000, 8050)
+    actual = argmax_by_kernel(logits, *settings, 1000, 8050)
     expected = gumbel_argmax_reference(logits, *settings, 1000, 8050)
     assert torch.equal(token_ids_of(actual), token_ids_of(expected))
     torch.testing.assert_close(scores_of(actual), scores_of(expected), rtol=NOISE_ERROR, atol=NOISE_ERROR)
@@ -166,7 +177,7 @@ def test_kernel_noise_equals_reference(device: torch.device) -> None:
     seeds = torch.arange(6000)
     noise = gumbel_noise(seeds, seeds, torch.tensor([77]))[:, 0]
     slots = noise.argsort()[50::100].to(torch.int32)
-    keys = gumbel_argmax_triton(
+    keys = argmax_by_kernel(
         torch.zeros(60, 1, device=device), *(x.to(device) for x in (torch.ones(6000), seeds, seeds, slots)), 77, 1
     )
     torch.testing.assert_close(scores_of(keys).cpu(), noise[slots.long()], rtol=NOISE_ERROR, atol=NOISE_ERROR)
@@ -226,7 +237,7 @@ def test_samples_follow_the_softmax(temperature: float, vary: str) -> None:
     counter, constant = torch.arange(draws), torch.full((draws,), 1234)
     seeds, positions = (constant, counter) if vary == "positions" else (counter, constant)
     temperatures = torch.full((draws,), temperature)
-    keys = gumbel_argmax(logits.repeat(draws, 1), temperatures, seeds, positions, counter, 0, 8)
+    keys = gumbel_argmax(logits.repeat(draws, 1), temperatures, seeds, positions, counter, 0, 8, arrivals_for(counter))
     counts = torch.bincount(token_ids_of(keys), minlength=8).double()
     expected = draws * (logits.double() / temperature).softmax(0)
     assert counts[7] == 0
@@ -242,7 +253,7 @@ def test_large(dtype: torch.dtype) -> None:
     settings = rows(64, 0.8, device)
     settings[0][::2] = 0.0
     greedy = (settings[0] == 0.0)[settings[3].long()].cpu()
-    actual = gumbel_argmax(logits, *settings, 0, 151900)
+    actual = gumbel_argmax(logits, *settings, 0, 151900, arrivals_for(logits))
     expected = gumbel_argmax_reference(*(tensor.cpu() for tensor in (logits, *settings)), 0, 151900)
     assert torch.equal(actual.cpu()[greedy], expected[greedy])
     torch.testing.assert_close(scores_of(actual).cpu(), scores_of(expected), rtol=NOISE_ERROR, atol=NOISE_ERROR)
