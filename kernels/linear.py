@@ -1,10 +1,13 @@
 """Matrix products with a weight stored as [out_features, in_features], as checkpoints have it, and what surrounds them.
 
 A product of few rows on a GPU is a stream of the weight: there the norm before it and the gated activation after it are
-computed along with it (skinny_linear). Elsewhere each is an operation of its own, and the product is the library's.
+computed along with it (skinny_linear). With more rows it is our own kernel's where that was measured to be faster, the
+activation with it (tiled_linear). Elsewhere each is an operation of its own, and the product is the library's.
 """
 
 from __future__ import annotations
+
+from types import MappingProxyType
 
 import torch
 from torch.nn import functional
@@ -12,15 +15,26 @@ from torch.nn import functional
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm
 from paceline.kernels.silu_and_mul import silu_and_mul
 from paceline.kernels.skinny_linear import is_skinny, skinny_linear
+from paceline.kernels.tiled_linear import Tiles, tile_of, tiled_linear
 
+NO_TILES: Tiles = MappingProxyType({})
+"""The library for every number of rows."""
 FEW_ROWS = 16
 """Up to so many rows the CPU library's float32 product of the transposed problem is faster, at 2 rows 3 to 6 times."""
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, K] times the transpose of weight [N, K], plus bias [N]: [T, N], in x's dtype."""
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tiles: Tiles = NO_TILES
+) -> torch.Tensor:
+    """x [T, K] times the transpose of weight [N, K], plus bias [N]: [T, N], in x's dtype.
+
+    tiles: our own kernel's for some numbers of rows, as for the operations below.
+    """
     if is_skinny(x, weight):
         return skinny_linear(x, weight, bias=bias)[0]
+    tile = tile_of(x, tiles)
+    if tile is not None:
+        return tiled_linear(x, weight, tile, bias=bias)
     if x.device.type == "cpu" and x.dtype == torch.float32 and 0 < x.shape[0] <= FEW_ROWS:
         out = _weight_first(x, weight)
         return out if bias is None else out.add_(bias)
@@ -34,6 +48,8 @@ def norm_linear(
     eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    tiles: Tiles = NO_TILES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (linear(norm(x + residual), weight, bias), x + residual); no residual counts as zero.
 
@@ -42,7 +58,7 @@ def norm_linear(
     if is_skinny(x, weight):
         return skinny_linear(x, weight, bias=bias, residual=residual, norm_weight=norm_weight, eps=eps)
     normed, total = _add_norm(x, residual, norm_weight, eps)
-    return linear(normed, weight, bias), total
+    return linear(normed, weight, bias, tiles=tiles), total
 
 
 def norm_gated_linear(
@@ -52,13 +68,20 @@ def norm_gated_linear(
     eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    tiles: Tiles = NO_TILES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (silu(gate) * up, x + residual), where gate and up are the halves of norm_linear's result.
 
     weight: [2 * N, K], gate's rows before up's; the result is [T, N].
     """
-    if is_skinny(x, weight) and bias is None:
-        return skinny_linear(x, weight, residual=residual, norm_weight=norm_weight, eps=eps, gated=True)
+    if bias is None:
+        if is_skinny(x, weight):
+            return skinny_linear(x, weight, residual=residual, norm_weight=norm_weight, eps=eps, gated=True)
+        tile = tile_of(x, tiles)
+        if tile is not None:
+            normed, total = _add_norm(x, residual, norm_weight, eps)
+            return tiled_linear(normed, weight, tile, gated=True), total
     gate_up, total = norm_linear(x, residual, norm_weight, eps, weight, bias)
     return silu_and_mul(gate_up), total
 

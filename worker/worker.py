@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +25,13 @@ from paceline.model.weights import load_model
 from paceline.worker.batch_state import GREEDY, BatchState, HostRows, StepShape
 from paceline.worker.memory import size_cache
 from paceline.worker.pending import PendingResult
+from paceline.worker.product_tuning import ProductTuner, gpu_seconds
 from paceline.worker.ranks import RankGroup
 from paceline.worker.sampler import SampledLogprobs, Sampler
 from paceline.worker.step_graphs import GraphShapes, StepGraphs
+from paceline.worker.tuning_cache import TuningCache
+
+logger = logging.getLogger(__name__)
 
 CPU_WARM_UP_TOKENS = 4
 MAX_COMPILER_THREADS = 16
@@ -68,6 +75,9 @@ class Worker:
             self._read_config()
         with ranks.together() as stop:
             self._load(stop)
+        if ranks.device.type == "cuda":
+            with ranks.together():
+                self._tune_products()
         in_use = self._warm_up()
         num_blocks = 0
         with ranks.together():
@@ -109,6 +119,25 @@ class Worker:
                 "memory; lower --max-num-seqs or --max-model-len"
             ) from error
         self._sampler = Sampler(self.state, self._ranks.communicator, self._model.vocab, self.model_config.vocab_size)
+
+    @torch.inference_mode()
+    def _tune_products(self) -> None:
+        """Choose the kernels of the matrix products: as the user's cache has it, or else by measuring them."""
+        if self._dtype.itemsize != 2:
+            return  # there are none of our own
+        tuner = ProductTuner(self._model, TuningCache.of(self._ranks.device))
+        if tuner.unknown:
+            start = time.monotonic()
+            with self._compile_only():
+                tuner.launch_all()
+            tuner.measure(gpu_seconds)
+            torch.cuda.empty_cache()  # of what the measuring took, which the cache shall have
+            logger.info("chose the kernels of matrix products in %.1f s", time.monotonic() - start)
+        tuner.apply()
+
+    def _compile_only(self) -> AbstractContextManager[None]:
+        threads = len(os.sched_getaffinity(0)) // self._ranks.size
+        return compile_only(self._ranks.device, min(max(threads, 1), MAX_COMPILER_THREADS))
 
     def _block_shape(self) -> tuple[int, int, int]:
         kv_heads = self._plan.kv_heads(self._ranks.rank).padded
@@ -168,8 +197,7 @@ class Worker:
         A kernel's variants follow from the types and widths of the model and from powers of two of the rows. What is
         missed here is compiled when it is first launched.
         """
-        threads = max(1, len(os.sched_getaffinity(0)) // self._ranks.size)
-        with compile_only(self._ranks.device, min(threads, MAX_COMPILER_THREADS)):
+        with self._compile_only():
             for shape in GraphShapes(self.state.num_slots, self._config.max_batched_tokens).typical():
                 self._launch_step(shape)
             self._sampler.compile_filters()

@@ -26,6 +26,7 @@ from paceline.kernels.rms_norm import add_rms_norm, rms_norm
 from paceline.kernels.rotary_and_store import rotary_and_store
 from paceline.kernels.silu_and_mul import silu_and_mul
 from paceline.kernels.skinny_linear import skinny_linear
+from paceline.kernels.tiled_linear import candidate_tiles, tiled_linear
 from paceline.kernels.top_k_top_p import filter_logits
 
 MAX_SHARED_BYTES = 227 * 1024
@@ -92,6 +93,10 @@ def call_all() -> None:
     for num_rows in (1, 4):
         for columns, size, with_norm, gated in LINEAR:
             call_linear(num_rows, columns, size, with_norm, gated)
+    for bucket in (16, 32, 64, 128, 256):
+        for tile in candidate_tiles(bucket):
+            tiled_linear(tensor(bucket, 1024), tensor(6144, 1024), tile, gated=True)
+    tiled_linear(tensor(20, 3000), tensor(1000, 3000), tile, bias=tensor(1000))
     for num_rows in (1, 256):
         settings = floats(SLOTS), tensor(SLOTS, dtype=torch.int64), ints(SLOTS), ints(num_rows)
         gumbel_argmax(tensor(num_rows, 151936), *settings, 0, 151936, ints(SLOTS))

@@ -1,0 +1,90 @@
+"""What was measured of kernels on a GPU model, kept on disk, so that only the first start measures.
+
+One small JSON file a product, replaced as a whole: ranks and engines that start together write the same files, and the
+last one wins. What cannot be read or does not fit is measured again; a folder that cannot be written costs every start
+the measurement, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import triton
+import xxhash
+
+import paceline.kernels.tiled_linear
+from paceline.kernels.tiled_linear import Tile, candidate_tiles
+
+logger = logging.getLogger(__name__)
+
+Choice = dict[int, Tile | None]
+"""For each bucket of rows that was measured, the fastest tile, or None where the library is."""
+
+
+class TuningCache:
+    """The choices of one GPU model and one build of the kernels."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._told = False
+
+    @classmethod
+    def of(cls, device: torch.device) -> TuningCache:
+        """The user's cache for this GPU: in $XDG_CACHE_HOME/paceline, or ~/.cache/paceline."""
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        gpu = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device))
+        return cls(Path(home, "paceline", "tiles", f"{gpu}-{_build()}"))
+
+    def read(self, name: str) -> Choice:
+        """What is known of a product; empty where nothing is."""
+        path = self._path(name)
+        try:
+            return _choice(json.loads(path.read_text()))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            logger.warning("%s cannot be used and is measured again: %s", path, error)
+            return {}
+
+    def write(self, name: str, choice: Choice) -> None:
+        """Keep what is known of a product."""
+        content = json.dumps({rows: None if tile is None else asdict(tile) for rows, tile in choice.items()})
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=f"{name}.", delete=False) as file:
+                file.write(content)
+            os.replace(file.name, self._path(name))
+        except OSError as error:
+            if not self._told:
+                logger.info("what was measured of kernels cannot be kept, so every start measures: %s", error)
+            self._told = True
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
+
+
+def _build() -> str:
+    """What a measurement depends on beside the GPU: the kernel, its compiler, and the library it is compared with."""
+    source = Path(paceline.kernels.tiled_linear.__file__).read_bytes()
+    versions = f"{triton.__version__} {torch.__version__} {torch.version.cuda}"
+    return xxhash.xxh3_64_hexdigest(source + versions.encode())
+
+
+def _choice(content: object) -> Choice:
+    """Raises ValueError, TypeError or KeyError for what no choice is written as."""
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    choice: Choice = {}
+    for rows, fields in content.items():
+        tile = None if fields is None else Tile(**fields)
+        if tile is not None and tile not in candidate_tiles(int(rows)):
+            raise ValueError(f"{tile} is none of the tiles for {rows} rows")
+        choice[int(rows)] = tile
+    return choice
