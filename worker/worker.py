@@ -178,7 +178,8 @@ class Worker:
             blocks = [0] * -(-count // self._config.block_size)
             slots = range(rows)
             admissions = [Admission(slot, [0] * count, count, 0, blocks, sampling) for slot in slots]
-            plan = StepPlan(step=-1, admissions=admissions, rows=StepRows(slots, [count] * rows, [True] * rows))
+            masks = [(slot, self._mask_of_all()) for slot in slots] if sampling is EVERY_RULE else []
+            plan = StepPlan(-1, admissions=admissions, rows=StepRows(slots, [count] * rows, [True] * rows), masks=masks)
             if self._ranks.rank == 0:
                 self.execute(plan).result()
             else:
@@ -201,6 +202,10 @@ class Worker:
             for shape in GraphShapes(self.state.num_slots, self._config.max_batched_tokens).typical():
                 self._launch_step(shape)
             self._sampler.compile_filters()
+
+    def _mask_of_all(self) -> bytes:
+        """A mask that forbids no token."""
+        return b"\xff" * (-(-self.model_config.vocab_size // 32) * 4)
 
     def _count_blocks(self, in_use: int) -> int:
         block_size, kv_heads, head_dim = self._block_shape()
@@ -232,13 +237,13 @@ class Worker:
         if self._config.check_lockstep:
             self._check_lockstep(_Lockstep(plan.step, rows.shape.num_rows, rows.shape.num_tokens))
         logprobs = None
-        if self._sampler.is_plain(rows):
+        if not plan.masks and self._sampler.is_plain(rows):
             token_ids = self._run_whole(rows.shape)
         else:
             hidden = None if self._hidden_graphs is None else self._hidden_graphs.run(rows.shape)
             hidden = self._launch_hidden(rows.shape) if hidden is None else hidden
             logits = self._model.logits(*hidden)[: rows.shape.num_rows]
-            token_ids, logprobs = self._sampler.sample(logits, rows, report=report)
+            token_ids, logprobs = self._sampler.sample(logits, rows, plan.masks, report=report)
             self.state.advance(rows.shape, token_ids)
         self.state.count(rows)
         return rows, token_ids, logprobs

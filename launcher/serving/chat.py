@@ -34,6 +34,7 @@ def chat_routes(door: Door) -> APIRouter:
 
         async def work(outbox: Outbox) -> None:
             with door.admission.hold(params.n, "n"):
+                await door.grammars.check(body)
                 prompt = await door.prompts.chat(body.messages, body.chat_template_kwargs)
                 check_length(prompt, params.max_tokens, info, param="messages", max_tokens_param=body.max_tokens_param)
                 answer_id = new_id("chatcmpl")

@@ -18,6 +18,7 @@ from paceline.launcher.serving.prompts import Prompt, PromptReader
 from paceline.launcher.serving.record import record_of
 from paceline.launcher.serving.schemas import AnswerBody
 from paceline.launcher.serving.settings import ServerSettings
+from paceline.launcher.serving.structured import GrammarCheck
 from paceline.launcher.serving.token_texts import TokenTexts
 from paceline.launcher.tokenizer import Tokenizer
 
@@ -34,6 +35,7 @@ class Door:
         self.metrics.accepted.set_function(lambda: self.admission.accepted)
         self.prompts = PromptReader(tokenizer)
         self.token_texts = TokenTexts(tokenizer)
+        self.grammars = GrammarCheck(tokenizer)
         self.started = int(time.time())
 
     @property
