@@ -16,7 +16,7 @@ import pytest
 
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.events import RequestEvent
+from paceline.coordinator.events import RankState, RequestEvent
 from paceline.coordinator.messages import (
     Admission,
     Limits,
@@ -106,6 +106,9 @@ class MirrorExecutor:
         if len(self._results) > self.delay():
             return self._results.popleft()
         return None
+
+    def rank_states(self) -> Sequence[RankState]:
+        return []
 
     def _admit(self, admission: Admission) -> None:
         assert admission.slot not in self.slots, "a slot is given away while in use"
