@@ -128,7 +128,7 @@ class Answers:
             priority=self._priority,
             cache_salt=self._cache_salt,
         )
-        watch = self._metrics.watch_answer(self._started)
+        watch = self._metrics.watch_answer(self._started, len(self._prompts[prompt].token_ids))
         finished = False
         try:
             text = AnswerText(self._tokenizer, single)

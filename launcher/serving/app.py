@@ -49,6 +49,5 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
 async def _answer_error(request: Request, error: Exception) -> Response:
     """FastAPI's own refusals, in the shape that all have here."""
     record = record_of(request)
-    answer = to_api_error(error, record.request_id)
-    record.error = answer.message
-    return answer.response()
+    record.error = to_api_error(error, record.request_id)
+    return record.error.response()

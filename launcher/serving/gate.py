@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.launcher.json_log import log_event
 from paceline.launcher.serving.errors import ApiError, ClientGone, to_api_error
 from paceline.launcher.serving.metrics import ServerMetrics
 from paceline.launcher.serving.record import RequestRecord
 from paceline.launcher.serving.settings import ServerSettings
 
+LOGGER = logging.getLogger("paceline.serving")
+
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Whoever watches the process needs no key."""
 
-CLIENT_GONE = 499
-"""The status that the log and the metrics have for a client that left before its answer began (nginx's)."""
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/v1/load"})
+"""Asked again and again by machines: a good answer is no news for the log."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 
@@ -34,6 +38,7 @@ class Gate:
         self._app = app
         self._body_limit = settings.body_limit
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+        self._log_prompts = settings.log_prompts
         self._metrics = metrics
         self._paths = paths
 
@@ -55,17 +60,21 @@ class Gate:
             self._check_key(scope, headers)
             body = await self._read_body(headers, receive)
             await self._app(scope, _replay(body, receive), send_on)
-        except ClientGone:
-            record.status = record.status or CLIENT_GONE
+        except ClientGone as gone:
+            record.error = gone
+            record.status = record.status or gone.status
         except Exception as error:
-            answer = to_api_error(error, record.request_id)
-            record.error = answer.message
+            record.error = to_api_error(error, record.request_id)
             if record.status == 0:
-                await answer.response()(scope, receive, send_on)
+                await record.error.response()(scope, receive, send_on)
         finally:
-            path = record.path if record.path in self._paths else "other"
-            self._metrics.responses.labels(path, str(record.status)).inc()
-            record.log()
+            self._take_down(record)
+
+    def _take_down(self, record: RequestRecord) -> None:
+        """Count a request that has ended, and log it where it is worth a line."""
+        self._metrics.count_request(record, record.path if record.path in self._paths else "other")
+        if record.path not in QUIET_PATHS or record.error is not None:
+            log_event(LOGGER, "request", **record.log_fields(with_prompts=self._log_prompts))
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
