@@ -105,7 +105,7 @@ class Door:
             self.metrics,
             prompts,
             params,
-            request_id=answer_id,
+            answer_id=answer_id,
             started=record.started,
             priority=body.priority,
             cache_salt=body.cache_salt or "",

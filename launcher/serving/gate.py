@@ -7,6 +7,7 @@ import hmac
 import logging
 import re
 import uuid
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,6 +16,9 @@ from paceline.launcher.serving.errors import ApiError, ClientGone, to_api_error
 from paceline.launcher.serving.metrics import ServerMetrics
 from paceline.launcher.serving.record import RequestRecord
 from paceline.launcher.serving.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from paceline.launcher.serving.tracing import Tracing
 
 LOGGER = logging.getLogger("paceline.serving")
 
@@ -34,12 +38,20 @@ class Gate:
     body is read here up to its limit, before anything is parsed. An x-request-id of the client's is kept.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, paths: frozenset[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        metrics: ServerMetrics,
+        tracing: Tracing | None,
+        paths: frozenset[str],
+    ) -> None:
         self._app = app
         self._body_limit = settings.body_limit
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
         self._log_prompts = settings.log_prompts
         self._metrics = metrics
+        self._tracing = tracing
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,11 +80,13 @@ class Gate:
             if record.status == 0:
                 await record.error.response()(scope, receive, send_on)
         finally:
-            self._take_down(record)
+            self._take_down(record, headers)
 
-    def _take_down(self, record: RequestRecord) -> None:
-        """Count a request that has ended, and log it where it is worth a line."""
+    def _take_down(self, record: RequestRecord, headers: dict[bytes, bytes]) -> None:
+        """Count a request that has ended, trace it, and log it where it is worth a line."""
         self._metrics.count_request(record, record.path if record.path in self._paths else "other")
+        if self._tracing is not None:
+            record.trace_id = self._tracing.record(record, headers)
         if record.path not in QUIET_PATHS or record.error is not None:
             log_event(LOGGER, "request", **record.log_fields(with_prompts=self._log_prompts))
 

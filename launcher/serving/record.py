@@ -25,6 +25,8 @@ class RequestRecord:
     status: int = 0
     answers: Answers | None = None
     """Where the request came as far as that."""
+    trace_id: str | None = None
+    """Of its trace, once it has ended, where there are traces."""
     error: ApiError | None = None
     """What the client was told, or would have been, had it not left."""
 
@@ -39,6 +41,8 @@ class RequestRecord:
         }
         if self.answers is not None:
             fields |= self.answers.log_fields(with_prompts)
+        if self.trace_id is not None:
+            fields["trace_id"] = self.trace_id
         if self.error is not None:
             fields["error"] = self.error.message
         return fields

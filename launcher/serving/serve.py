@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import logging
 import os
 import signal
@@ -78,6 +79,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="S",
         help=f"on SIGTERM or Ctrl-C, let running requests go on for so long (default {DRAIN_SECONDS:g})",
     )
+    group.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send a trace of each request to this OpenTelemetry collector (OTLP, HTTP)",
+    )
     group.add_argument("--log-prompts", action="store_true", help="have prompts in the log")
     add_engine_options(parser, model_option=False)
     parser.set_defaults(run=run)
@@ -117,6 +123,11 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
     log_as_json()
     check_certificate(arguments.ssl_certfile, arguments.ssl_keyfile)
     server = _server_settings(arguments)
+    if server.otlp_endpoint is not None:
+        try:
+            importlib.import_module("paceline.launcher.serving.tracing")
+        except ImportError as error:
+            raise InputError(f"--otlp-endpoint needs {error.name}; install paceline[trace]") from error
     folder = resolve_checkpoint(arguments.model)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen(arguments.host, arguments.port, arguments.uds))
@@ -136,7 +147,7 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
             "ssl_certfile": _text(arguments.ssl_certfile),
             "ssl_keyfile": _text(arguments.ssl_keyfile),
         }
-        log_event(LOGGER, "starting", version=__version__, **dataclasses.asdict(config))
+        log_event(LOGGER, "starting", version=__version__, **dataclasses.asdict(config) | {"model": str(folder)})
         front = stack.enter_context(Child(FRONT_MODULE, front_settings, file_descriptors=(listener.fileno(),)))
         listener.close()
 
@@ -173,6 +184,7 @@ def _server_settings(arguments: argparse.Namespace) -> ServerSettings:
     given = {
         "max_queue": arguments.max_queue,
         "request_timeout": arguments.request_timeout,
+        "otlp_endpoint": arguments.otlp_endpoint,
         "cors_origins": arguments.cors_origin and tuple(arguments.cors_origin),
         "api_keys": api_keys(arguments.api_key_file, os.environ),
     }

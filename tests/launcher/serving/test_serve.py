@@ -225,6 +225,7 @@ def test_a_port_in_use_is_one_line(serve: Callable[..., Server]) -> None:
         (("--port", "65536"), "--port must be from 0 to 65535"),
         (("--drain-timeout", "nan"), "--drain-timeout must be"),
         (("--max-queue", "0"), "max_queue must be"),
+        (("--otlp-endpoint", "collector:4318"), "otlp_endpoint must be a URL"),
         (("--uds", "/dev/null"), "cannot listen on --uds /dev/null"),
         (("--num-blocks", "0"), "num_blocks must be"),
     ],
