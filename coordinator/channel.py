@@ -18,7 +18,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.coordinator import wire
 from paceline.coordinator.errors import EngineError, InputError
@@ -104,6 +104,11 @@ class StepChannelWriter:
     def wait_acknowledged(self, step: int, timeout: float) -> None:
         """Return once every reader carried out `step`; raises EngineError as send() does."""
         self._wait(lambda status: status.acknowledged >= step, timeout, f"carry out step {step}")
+
+    @property
+    def statuses(self) -> Sequence[ReaderStatus]:
+        """What every reader says of itself, by its index; to be read only."""
+        return self._ring.statuses
 
     def check_readers(self) -> None:
         """Raise EngineError where a reader ended or reported an error, naming its rank and giving its words."""
@@ -244,8 +249,12 @@ class StepChannelReader:
         self._status.acknowledged = step
         os.eventfd_write(self._progress, 1)
 
+    def report_memory(self, used: int) -> None:
+        """Tell the writer how many bytes are in use on this rank's device; nobody is woken for it."""
+        self._status.memory_used = used
+
     def report_error(self, text: str) -> None:
-        """Tell the writer what failed here; the first 4,064 bytes of the text arrive."""
+        """Tell the writer what failed here; the first 4,056 bytes of the text arrive."""
         self._status.error = text
         os.eventfd_write(self._progress, 1)
 

@@ -18,6 +18,7 @@ from paceline.coordinator.prefix_cache import PrefixCache, PrefixChain
 from paceline.coordinator.request import Request, Status, check_prompt, resolve_sampling, resolve_stop_ids
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.coordinator.scheduler import ScheduledStep, Scheduler
+from paceline.coordinator.step_times import StepTimes
 
 MAX_IN_FLIGHT = 2
 """Steps submitted and not yet collected: one that runs, and one queued behind it."""
@@ -55,6 +56,8 @@ class Coordinator:
         self._num_arrived = 0
         self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
+        self.step_times = StepTimes()
+        """Whoever does more of a step's work outside adds to it."""
 
     def add_request(
         self,
@@ -150,6 +153,10 @@ class Coordinator:
             cached_prompt_tokens=scheduler.cached_prompt_tokens,
             generated_tokens=self._generated_tokens,
             finished=dict(self._finished),
+            step_seconds=self.step_times.parts(),
+            step_requests=self.step_times.requests.copy(),
+            step_tokens=self.step_times.tokens.copy(),
+            ranks=self._executor.rank_states(),
         )
 
     def check_invariants(self) -> None:
@@ -158,13 +165,20 @@ class Coordinator:
 
     def _submit_next(self) -> bool:
         """Plan and submit a step; False where no request can take a token before a result is back."""
-        scheduled = self._scheduler.schedule(self._clock())
+        started = self._clock()
+        scheduled = self._scheduler.schedule(started)
         if scheduled is None:
             if len(self._requests) > self._constraints.num_compiling and not self._in_flight:
                 raise EngineError("no request can go on and no step is in flight: the scheduler is stuck, restart")
             return False
+        planned = self._clock()
         self._in_flight.append(scheduled)
         self._executor.submit(scheduled.plan)
+        times = self.step_times
+        times.plan.add(planned - started)
+        times.launch.add(self._clock() - planned)
+        times.requests.add(scheduled.num_requests)
+        times.tokens.add(scheduled.num_tokens)
         return True
 
     def _queue_compiled(self) -> None:
@@ -180,16 +194,19 @@ class Coordinator:
             pass
 
     def _collect(self, *, wait: bool) -> bool:
+        asked = self._clock()
         result = self._executor.collect(wait)
         if result is None:
             return False
-        self._apply(self._in_flight.popleft(), result)
+        came = self._clock()
+        self._apply(self._in_flight.popleft(), result, came)
+        self.step_times.wait.add(came - asked)
+        self.step_times.apply.add(self._clock() - came)
         return True
 
-    def _apply(self, scheduled: ScheduledStep, result: StepResult) -> None:
+    def _apply(self, scheduled: ScheduledStep, result: StepResult, now: float) -> None:
         """Hand each sampled token to its request, unless that ended while the step was in flight."""
         self._check_result(scheduled, result)
-        now = self._clock()
         logprobs = result.logprobs or (None,) * len(result.token_ids)
         running = [
             each

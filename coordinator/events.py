@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.coordinator.block_manager import BlockUsage
+from paceline.coordinator.distribution import Distribution
 from paceline.coordinator.messages import TokenLogprobs
 
 
@@ -43,6 +44,26 @@ class RequestEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class RankState:
+    """What is known of one rank: memory in bytes, and its latest sign of life."""
+
+    rank: int
+    weights_bytes: int
+    cache_bytes: int
+    workspace_bytes: int
+    """All else that it has set aside for steps: activations, tables, CUDA graphs. This and the two above stay as they
+    are once the engine has started."""
+    memory_total: int
+    """Of its device; on the CPU what the ranks of the host may use together."""
+    memory_used: int
+    """Of its device, by all; on the CPU by this rank's process. A second old at most, as long as it gives signs."""
+    silence: float
+    """Seconds since its last sign of life; 0 for rank 0, which tells this. A rank at rest gives one twice a second."""
+    steps: int
+    """Steps that it has been through: all that rank 0 has planned, but for those on their way to it."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorStats:
     """Gauges of this moment, and counters since the start."""
 
@@ -58,3 +79,11 @@ class CoordinatorStats:
     generated_tokens: int
     finished: Mapping[str, int]
     """Requests ended, by finish_reason."""
+    step_seconds: Mapping[str, Distribution]
+    """The host's time by part of a step; see StepTimes."""
+    step_requests: Distribution
+    """Requests in a step."""
+    step_tokens: Distribution
+    """Tokens computed in a step."""
+    ranks: Sequence[RankState]
+    """In order."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from paceline.coordinator.events import RankState
 from paceline.coordinator.messages import StepPlan, StepResult
 
 
@@ -18,3 +20,6 @@ class Executor(Protocol):
 
         Raises EngineError where a rank failed.
         """
+
+    def rank_states(self) -> Sequence[RankState]:
+        """What is known of every rank now, in order."""

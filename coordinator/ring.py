@@ -36,7 +36,7 @@ READ_PAUSE_SECONDS = 0.001
 class ReaderStatus:
     """One reader's page: written by that reader alone, read by the writer."""
 
-    _CONSUMED, _ACKNOWLEDGED, _HEARTBEAT, _ERROR_SIZE, _TEXT = 0, 1, 2, 3, 4 * _WORD
+    _CONSUMED, _ACKNOWLEDGED, _HEARTBEAT, _MEMORY_USED, _ERROR_SIZE, _TEXT = 0, 1, 2, 3, 4, 5 * _WORD
     MAX_ERROR_BYTES = PAGE - _TEXT
 
     def __init__(self, page: memoryview) -> None:
@@ -69,6 +69,15 @@ class ReaderStatus:
     def beat(self) -> None:
         """Note that the reader is alive now (the monotonic clock is one for all processes of a host)."""
         self._words[self._HEARTBEAT] = time.monotonic_ns()
+
+    @property
+    def memory_used(self) -> int:
+        """Bytes in use on the reader's device, as it said last."""
+        return self._words[self._MEMORY_USED]
+
+    @memory_used.setter
+    def memory_used(self, size: int) -> None:
+        self._words[self._MEMORY_USED] = size
 
     @property
     def error(self) -> str | None:

@@ -23,6 +23,9 @@ class ScheduledStep:
 
     plan: StepPlan
     sampled: Sequence[Request]
+    num_requests: int
+    num_tokens: int
+    """Tokens that it computes, of all its requests."""
 
 
 @dataclass(slots=True)
@@ -223,7 +226,7 @@ class Scheduler:
         self.num_steps += 1
         self._last_rows = rows
         self._freed_slots = []
-        return ScheduledStep(plan, sampled)
+        return ScheduledStep(plan, sampled, len(in_order), sum(rows.counts))
 
 
 def _rank(request: Request) -> tuple[int, int]:

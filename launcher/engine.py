@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import itertools
+import json
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ from paceline.launcher.executor import RankExecutor
 from paceline.launcher.grammars import TokenizerGrammars
 from paceline.launcher.tokenizer import Tokenizer
 from paceline.worker.loop import follow
+from paceline.worker.memory import RankMemory
 from paceline.worker.ranks import RankGroup, describe
 from paceline.worker.worker import Worker
 
@@ -76,6 +78,7 @@ def _start(config: EngineConfig, ranks: RankGroup, only_rank_0_heeds_signals: bo
             tokenizer = Tokenizer(Path(folder))
     config = dataclasses.replace(config, model=ranks.exchange(folder)[0])
     worker = Worker(config, ranks)
+    shares = ranks.exchange(json.dumps(dataclasses.astuple(worker.memory)))
     if tokenizer is None:
         if only_rank_0_heeds_signals:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -90,7 +93,8 @@ def _start(config: EngineConfig, ranks: RankGroup, only_rank_0_heeds_signals: bo
         channel = StepChannelWriter.create(ranks.size - 1)
         ranks.exchange(channel.handle)
         channel.wait_attached()
-    return Engine(config, ranks, worker, tokenizer, RankExecutor(worker, channel))
+    memories = [RankMemory(*json.loads(share)) for share in shares]
+    return Engine(config, ranks, worker, tokenizer, RankExecutor(worker, channel, memories))
 
 
 @dataclasses.dataclass(slots=True)

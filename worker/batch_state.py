@@ -73,6 +73,12 @@ class BatchState:
         self._rows: HostRows | None = None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that its tensors take on the device."""
+        own = (self.token_table, self.block_tables, self._ints, self._floats, self.seeds, self._step)
+        return sum(tensor.nbytes for tensor in own)
+
+    @property
     def num_slots(self) -> int:
         """How many requests there is room for."""
         return len(self.sampling)

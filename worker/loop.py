@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.coordinator.channel import StepChannelReader
 from paceline.coordinator.messages import Shutdown
+from paceline.worker.memory import MemoryGauge, memory_in_use
 from paceline.worker.ranks import RankGroup, describe
 from paceline.worker.worker import Worker
 
@@ -18,8 +19,10 @@ def follow(worker: Worker, reader: StepChannelReader, ranks: RankGroup) -> str:
     An error of this rank is reported to the coordinator, which names it, and raised here. Raises EngineError where the
     coordinator is gone.
     """
+    memory = MemoryGauge(lambda: memory_in_use(ranks.device))
     try:
         while True:
+            reader.report_memory(memory.read())
             message = reader.receive(WAIT_SECONDS)
             if message is None:
                 continue

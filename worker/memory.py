@@ -1,7 +1,11 @@
-"""How many cache blocks fit a rank's memory."""
+"""A rank's memory: how many cache blocks fit it, what has been set aside in it, and how much is in use."""
 
 from __future__ import annotations
 
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,6 +16,20 @@ from paceline.coordinator.errors import InputError
 GPU_SHARE = 0.9
 CPU_SHARE = 0.4
 GIB = 1 << 30
+MEASURE_SECONDS = 1.0
+"""Memory in use is not looked up more often: asking a GPU's driver may take as long as a short step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that a rank has set aside once it has started, and those of its device."""
+
+    weights: int
+    cache: int
+    workspace: int
+    """Activations, batch state and CUDA graphs; on the CPU the batch state alone, since the rest comes and goes."""
+    total: int
+    """Of the device; on the CPU what this host's ranks may use together."""
 
 
 def size_cache(
@@ -40,6 +58,39 @@ def size_cache(
             f"share allowed is {budget / GIB:.2f} GiB; raise --cache-memory-share, or lower --max-batched-tokens"
         )
     return blocks
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory that the device has; for the CPU host_memory()."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return host_memory()
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes in use on a GPU, by whomever; on the CPU this process's resident memory."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+class MemoryGauge:
+    """Memory in use on a device, at most MEASURE_SECONDS old."""
+
+    def __init__(self, measure: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._measure = measure
+        self._clock = clock
+        self._used = 0
+        self._due = float("-inf")
+
+    def read(self) -> int:
+        """Bytes in use."""
+        now = self._clock()
+        if now >= self._due:
+            self._used = self._measure()
+            self._due = now + MEASURE_SECONDS
+        return self._used
 
 
 def host_memory() -> int:

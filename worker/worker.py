@@ -23,7 +23,7 @@ from paceline.model.shard_plan import ShardPlan
 from paceline.model.shard_reader import StopFlag
 from paceline.model.weights import load_model
 from paceline.worker.batch_state import GREEDY, BatchState, HostRows, StepShape
-from paceline.worker.memory import size_cache
+from paceline.worker.memory import RankMemory, device_memory, size_cache
 from paceline.worker.pending import PendingResult
 from paceline.worker.product_tuning import ProductTuner, gpu_seconds
 from paceline.worker.ranks import RankGroup
@@ -89,6 +89,7 @@ class Worker:
             self._kv_caches = self._make_caches(num_blocks)
         if ranks.device.type == "cuda":
             self._capture_graphs()
+        self.memory = self._measure_memory()
 
     def _read_config(self) -> None:
         self.model_config = ModelConfig.from_folder(Path(self._config.model))
@@ -212,6 +213,15 @@ class Worker:
         per_layer = 2 * block_size * kv_heads * head_dim * self._dtype.itemsize
         block_bytes = per_layer * self.model_config.num_hidden_layers
         return size_cache(self._config, self._ranks.device, block_bytes, self._max_model_len, in_use, self._ranks.size)
+
+    def _measure_memory(self) -> RankMemory:
+        device = self._ranks.device
+        weights = sum(parameter.nbytes for parameter in self._model.parameters())
+        cache = sum(tensor.nbytes for layer in self._kv_caches for tensor in layer)
+        workspace = self.state.nbytes
+        if device.type == "cuda":
+            workspace = torch.cuda.memory_reserved(device) - weights - cache
+        return RankMemory(weights, cache, workspace, device_memory(device))
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any
 
 from paceline.coordinator.errors import EngineError
+from paceline.coordinator.events import RequestTimings
 from paceline.coordinator.messages import TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.answer_text import AnswerText
@@ -48,7 +49,7 @@ class Answers:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         *,
-        request_id: str,
+        answer_id: str,
         started: float,
         priority: int,
         cache_salt: str,
@@ -57,19 +58,21 @@ class Answers:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._prompts = prompts
-        self._params = params
-        self._request_id = request_id
+        self.params = params
+        self.answer_id = answer_id
         self._priority = priority
         self._cache_salt = cache_salt
         self._started = started
         self._cached = [0] * len(prompts)
         self.completion_tokens = 0
         self.finish_reasons: list[str] = []
+        self.timings: list[RequestTimings] = []
+        """Of the choices that have ended."""
 
     @property
     def count(self) -> int:
         """How many choices there are."""
-        return len(self._prompts) * self._params.n
+        return len(self._prompts) * self.params.n
 
     @property
     def prompt_tokens(self) -> int:
@@ -118,9 +121,9 @@ class Answers:
             raise errors.exceptions[0] from None
 
     async def _answer(self, index: int, show: Show) -> None:
-        prompt, choice = divmod(index, self._params.n)
-        request_id = f"{self._request_id}-{index}"
-        single = dataclasses.replace(self._params, n=1, seed=choice_seed(self._params.seed, choice))
+        prompt, choice = divmod(index, self.params.n)
+        request_id = f"{self.answer_id}-{index}"
+        single = dataclasses.replace(self.params, n=1, seed=choice_seed(self.params.seed, choice))
         all_news = self._engine.submit(
             request_id,
             self._prompts[prompt].token_ids,
@@ -128,7 +131,7 @@ class Answers:
             priority=self._priority,
             cache_salt=self._cache_salt,
         )
-        watch = self._metrics.watch_answer(self._started)
+        watch = self._metrics.watch_answer(self._started, len(self._prompts[prompt].token_ids))
         finished = False
         try:
             text = AnswerText(self._tokenizer, single)
@@ -143,6 +146,8 @@ class Answers:
                     if piece.finish_reason is not None:
                         self.finish_reasons.append(piece.finish_reason)
                         watch.finished(piece.finish_reason, news.timings)
+                        if news.timings is not None:
+                            self.timings.append(news.timings)
                     await show(piece)
             if not finished:
                 raise EngineError("the engine left an answer without an end")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -29,8 +32,27 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
     prepared.
     """
     door = Door(engine, tokenizer, settings)
+    tracing = None
+    if settings.otlp_endpoint is not None:
+        from paceline.launcher.serving.tracing import Tracing
+
+        tracing = Tracing(settings.otlp_endpoint, door.model_name)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        if tracing is not None:
+            tracing.close()
+
     # FastAPI's pages of documentation load scripts from other hosts, so only the description itself is served.
-    app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="paceline",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
     app.state.admission = door.admission
     app.state.grammars = door.grammars
     for routes in (chat_routes, completion_routes, model_routes, token_routes, watch_routes):
@@ -38,7 +60,8 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
     # All other exceptions reach the gate by themselves.
     app.add_exception_handler(RequestValidationError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
-    app.add_middleware(Gate, settings=settings, metrics=door.metrics, paths=frozenset(app.openapi()["paths"]))
+    paths = frozenset(app.openapi()["paths"])
+    app.add_middleware(Gate, settings=settings, metrics=door.metrics, tracing=tracing, paths=paths)
     if settings.cors_origins:
         # The last one added is the outermost: a page may read a refusal too, and a preflight needs no key.
         app.add_middleware(
@@ -54,6 +77,5 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
 async def _answer_error(request: Request, error: Exception) -> Response:
     """FastAPI's own refusals, in the shape that all have here."""
     record = record_of(request)
-    answer = to_api_error(error, record.request_id)
-    record.error = answer.message
-    return answer.response()
+    record.error = to_api_error(error, record.request_id)
+    return record.error.response()

@@ -38,12 +38,9 @@ def chat_routes(door: Door) -> APIRouter:
                 prompt = await door.prompts.chat(body.messages, body.chat_template_kwargs)
                 check_length(prompt, params.max_tokens, info, param="messages", max_tokens_param=body.max_tokens_param)
                 answer_id = new_id("chatcmpl")
-                answers = door.answers(body, [prompt], params, answer_id, record.started)
-                try:
-                    shape = ChatShape(door.token_texts, with_logprobs=params.logprobs is not None)
-                    await reply(outbox, body, answers, shape, answer_id=answer_id, model=door.model_name)
-                finally:
-                    record.answer = answers.log_fields(door.settings.log_prompts)
+                answers = door.answers(body, [prompt], params, answer_id, record)
+                shape = ChatShape(door.token_texts, with_logprobs=params.logprobs is not None)
+                await reply(outbox, body, answers, shape, answer_id=answer_id, model=door.model_name)
 
         return door.deliver(request, work)
 

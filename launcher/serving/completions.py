@@ -44,13 +44,10 @@ def completion_routes(door: Door) -> APIRouter:
                     for place, part in enumerate(parts)
                 ]
                 answer_id = new_id("cmpl")
-                answers = door.answers(body, prompts, params, answer_id, record.started)
+                answers = door.answers(body, prompts, params, answer_id, record)
                 echoes = [_echo(door, prompt) for prompt in prompts for _ in range(params.n)] if body.echo else None
-                try:
-                    shape = CompletionShape(door.token_texts, answers.count, params.logprobs is not None, echoes)
-                    await reply(outbox, body, answers, shape, answer_id=answer_id, model=door.model_name)
-                finally:
-                    record.answer = answers.log_fields(door.settings.log_prompts)
+                shape = CompletionShape(door.token_texts, answers.count, params.logprobs is not None, echoes)
+                await reply(outbox, body, answers, shape, answer_id=answer_id, model=door.model_name)
 
         return door.deliver(request, work)
 

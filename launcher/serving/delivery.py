@@ -72,14 +72,12 @@ class Delivery(Response):
         try:
             await _unless_gone(receive, self._within_time(outbox))
         except ClientGone:
-            self._record.error = "the client left"
             raise
         except Exception as error:
             if not outbox.started:
                 raise
-            answer = to_api_error(error, self._record.request_id)
-            self._record.error = answer.message
-            await outbox.event(answer.body())
+            self._record.error = to_api_error(error, self._record.request_id)
+            await outbox.event(self._record.error.body())
             await outbox.end()
 
     async def _within_time(self, outbox: Outbox) -> None:

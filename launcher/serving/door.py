@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
 from starlette.requests import Request
 
+from paceline.coordinator.errors import EngineError
+from paceline.coordinator.events import CoordinatorStats
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.serving.admission import Admission
 from paceline.launcher.serving.answers import Answers
 from paceline.launcher.serving.delivery import Delivery, Work
 from paceline.launcher.serving.engine_api import EngineApi, EngineInfo
 from paceline.launcher.serving.errors import ApiError
+from paceline.launcher.serving.exposition import Exposition
 from paceline.launcher.serving.metrics import ServerMetrics
 from paceline.launcher.serving.prompts import Prompt, PromptReader
-from paceline.launcher.serving.record import record_of
+from paceline.launcher.serving.record import RequestRecord, record_of
 from paceline.launcher.serving.schemas import AnswerBody
 from paceline.launcher.serving.settings import ServerSettings
 from paceline.launcher.serving.structured import GrammarCheck
 from paceline.launcher.serving.token_texts import TokenTexts
 from paceline.launcher.tokenizer import Tokenizer
+
+STATS_SECONDS = 5.0
+"""How long the engine may take to tell its numbers: on a CPU a step may take seconds, and a scrape is given ten."""
 
 
 class Door:
@@ -32,7 +39,7 @@ class Door:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.admission = Admission(settings.max_queue)
-        self.metrics.accepted.set_function(lambda: self.admission.accepted)
+        self.exposition = Exposition(self.metrics, self.admission, settings.model_names[0])
         self.prompts = PromptReader(tokenizer)
         self.token_texts = TokenTexts(tokenizer)
         self.grammars = GrammarCheck(tokenizer)
@@ -46,10 +53,30 @@ class Door:
     def ready_engine(self) -> EngineInfo:
         """What the engine is. Raises ApiError (503) before it is ready and once it is gone."""
         if self.engine.failure is not None:
-            raise ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
+            raise self._engine_failed()
         if self.engine.info is None:
             raise ApiError(503, "the model is still loading", code="not_ready")
         return self.engine.info
+
+    def _engine_failed(self) -> ApiError:
+        return ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
+
+    async def engine_stats(self) -> CoordinatorStats:
+        """The engine's numbers of now.
+
+        Raises ApiError (503) before it is ready, once it is gone, and where it does not answer: a step that does not
+        end, as of ranks that wait for each other, keeps it from that.
+        """
+        self.ready_engine()
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                return await self.engine.stats()
+        except TimeoutError:
+            raise ApiError(
+                503, f"the engine has not answered within {STATS_SECONDS:g} s", code="engine_silent"
+            ) from None
+        except EngineError:
+            raise self._engine_failed() from None
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) where a request names another model than the one that is served."""
@@ -66,17 +93,23 @@ class Door:
         return Delivery(work, record_of(request), self.settings.request_timeout)
 
     def answers(
-        self, body: AnswerBody, prompts: Sequence[Prompt], params: SamplingParams, answer_id: str, started: float
+        self,
+        body: AnswerBody,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        answer_id: str,
+        record: RequestRecord,
     ) -> Answers:
-        """The answers to these prompts, not yet begun; started: when the request came, on time.monotonic()."""
-        return Answers(
+        """The answers to these prompts, not yet begun; record: of the request, which is to know of them."""
+        record.answers = Answers(
             self.engine,
             self.tokenizer,
             self.metrics,
             prompts,
             params,
-            request_id=answer_id,
-            started=started,
+            answer_id=answer_id,
+            started=record.started,
             priority=body.priority,
             cache_salt=body.cache_salt or "",
         )
+        return record.answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 
 import zmq
@@ -67,7 +68,9 @@ class EngineLoop:
                 if self._engine.coordinator.has_work:
                     events = self._engine.coordinator.step()
                     if events:
+                        began = time.monotonic()
                         self._send(News(events))
+                        self._engine.coordinator.step_times.deliver.add(time.monotonic() - began)
                 else:
                     self._engine.check_ranks()
                     self._socket.poll(IDLE_MS)

@@ -16,11 +16,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from paceline.coordinator.errors import EngineError, InputError
+from paceline.launcher.json_log import log_event
 
 LOGGER = logging.getLogger("paceline.serving")
 
 RETRY_AFTER_S = 1
 """What a client that came at a bad moment is asked to wait."""
+
+CLIENT_GONE = 499
+"""The status that the log and the metrics have for a client that left before its answer began (nginx's)."""
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _UNION_TAG = re.compile(r"str|int|float|bool|(list|dict|constrained-\w+|function-\w+)\[.*\]|[A-Z]\w*")
@@ -36,10 +40,19 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
+    @property
+    def kind(self) -> str:
+        """OpenAI's word for errors of this status."""
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    @property
+    def reason(self) -> str:
+        """What it is counted as: its code, or its kind where it has none."""
+        return self.code or self.kind
+
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's shape."""
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
         """The whole answer; 429 and 503 ask to come back."""
@@ -51,8 +64,11 @@ class ApiError(Exception):
         return Response(content, self.status, headers, media_type="application/json")
 
 
-class ClientGone(Exception):
+class ClientGone(ApiError):
     """The client has closed its connection, so there is nobody to answer."""
+
+    def __init__(self) -> None:
+        super().__init__(CLIENT_GONE, "the client left", code="client_gone")
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
@@ -75,11 +91,11 @@ def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
     if isinstance(error, InputError):
         return bad_request(str(error), None)
     if isinstance(error, EngineError):
-        LOGGER.error("request %s failed with the engine: %s", request_id, error)
+        log_event(LOGGER, "request_failed_with_the_engine", logging.ERROR, request_id=request_id, error=str(error))
         return ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
     if isinstance(error, HTTPException):
         return _from_http(error)
-    LOGGER.error("request %s failed", request_id, exc_info=error)
+    log_event(LOGGER, "request_failed", logging.ERROR, exc_info=error, request_id=request_id)
     return ApiError(500, f"internal error; the server's log has more under request id {request_id}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import resource
 import signal
@@ -21,6 +20,7 @@ import uvicorn
 import uvloop
 
 from paceline.coordinator.errors import InputError
+from paceline.launcher.json_log import log_as_json
 from paceline.launcher.serving.app import create_app
 from paceline.launcher.serving.children import read_settings, wait_for_parent_end
 from paceline.launcher.serving.engine_link import LAST_WORDS_SECONDS, EngineLink
@@ -60,8 +60,7 @@ def main() -> int:
     # Whoever is told to end tells this process, which has requests to finish first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.WARNING, format="paceline: %(message)s")
-    logging.getLogger("paceline").setLevel(logging.INFO)
+    log_as_json()
     _allow_open_files()
     settings = FrontSettings.from_json(read_settings())
     return uvloop.run(serve(settings))

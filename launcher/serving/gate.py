@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import uuid
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.launcher.json_log import log_event
 from paceline.launcher.serving.errors import ApiError, ClientGone, to_api_error
 from paceline.launcher.serving.metrics import ServerMetrics
 from paceline.launcher.serving.record import RequestRecord
 from paceline.launcher.serving.settings import ServerSettings
 
+if TYPE_CHECKING:
+    from paceline.launcher.serving.tracing import Tracing
+
+LOGGER = logging.getLogger("paceline.serving")
+
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Whoever watches the process needs no key."""
 
-CLIENT_GONE = 499
-"""The status that the log and the metrics have for a client that left before its answer began (nginx's)."""
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/v1/load"})
+"""Asked again and again by machines: a good answer is no news for the log."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 
@@ -30,11 +38,20 @@ class Gate:
     body is read here up to its limit, before anything is parsed. An x-request-id of the client's is kept.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, paths: frozenset[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        metrics: ServerMetrics,
+        tracing: Tracing | None,
+        paths: frozenset[str],
+    ) -> None:
         self._app = app
         self._body_limit = settings.body_limit
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+        self._log_prompts = settings.log_prompts
         self._metrics = metrics
+        self._tracing = tracing
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,17 +72,23 @@ class Gate:
             self._check_key(scope, headers)
             body = await self._read_body(headers, receive)
             await self._app(scope, _replay(body, receive), send_on)
-        except ClientGone:
-            record.status = record.status or CLIENT_GONE
+        except ClientGone as gone:
+            record.error = gone
+            record.status = record.status or gone.status
         except Exception as error:
-            answer = to_api_error(error, record.request_id)
-            record.error = answer.message
+            record.error = to_api_error(error, record.request_id)
             if record.status == 0:
-                await answer.response()(scope, receive, send_on)
+                await record.error.response()(scope, receive, send_on)
         finally:
-            path = record.path if record.path in self._paths else "other"
-            self._metrics.responses.labels(path, str(record.status)).inc()
-            record.log()
+            self._take_down(record, headers)
+
+    def _take_down(self, record: RequestRecord, headers: dict[bytes, bytes]) -> None:
+        """Count a request that has ended, trace it, and log it where it is worth a line."""
+        self._metrics.count_request(record, record.path if record.path in self._paths else "other")
+        if self._tracing is not None:
+            record.trace_id = self._tracing.record(record, headers)
+        if record.path not in QUIET_PATHS or record.error is not None:
+            log_event(LOGGER, "request", **record.log_fields(with_prompts=self._log_prompts))
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":

@@ -7,13 +7,11 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from paceline.coordinator.errors import EngineError
 from paceline.launcher.serving.door import Door
 from paceline.launcher.serving.errors import ApiError, bad_request
+from paceline.launcher.serving.exposition import CONTENT_TYPE
 from paceline.launcher.serving.prompts import Prompt, check_token_ids
 from paceline.launcher.serving.schemas import DetokenizeBody, TokenizeBody
-
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def watch_routes(door: Door) -> APIRouter:
@@ -21,6 +19,7 @@ def watch_routes(door: Door) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
+    @router.head("/health")
     async def health() -> dict[str, str]:
         """Live: the process answers, and its engine has not failed."""
         if door.engine.failure is not None:
@@ -28,6 +27,7 @@ def watch_routes(door: Door) -> APIRouter:
         return {"status": "ok"}
 
     @router.get("/ready")
+    @router.head("/ready")
     async def ready() -> dict[str, str]:
         """Ready: requests are accepted."""
         door.ready_engine()
@@ -37,19 +37,16 @@ def watch_routes(door: Door) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus' text format."""
-        stats = None
-        if door.engine.info is not None and door.engine.failure is None:
-            try:
-                stats = await door.engine.stats()
-            except EngineError:  # it failed just now; the HTTP side's own numbers are still worth having
-                stats = None
-        return Response(door.metrics.text(stats), media_type=_METRICS_TYPE)
+        try:
+            stats = await door.engine_stats()
+        except ApiError:  # which paceline_engine_up tells; the HTTP side's own numbers are still worth having
+            stats = None
+        return Response(door.exposition.text(door.engine.info, stats), media_type=CONTENT_TYPE)
 
     @router.get("/v1/load")
     async def load() -> dict[str, Any]:
         """How busy the server is now."""
-        door.ready_engine()
-        stats = await door.engine.stats()
+        stats = await door.engine_stats()
         blocks = stats.blocks
         return {
             "accepted": door.admission.accepted,

@@ -15,8 +15,9 @@ from typing import Any
 import msgpack
 
 from paceline.coordinator.block_manager import BlockUsage
+from paceline.coordinator.distribution import Distribution
 from paceline.coordinator.errors import EngineError, InputError
-from paceline.coordinator.events import CoordinatorStats, RequestEvent, RequestTimings
+from paceline.coordinator.events import CoordinatorStats, RankState, RequestEvent, RequestTimings
 from paceline.coordinator.messages import TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.serving.engine_api import EngineInfo
@@ -123,6 +124,8 @@ _KINDS: dict[str, Any] = {
         Drain,
     )
 }
+_STATS_NAMES = tuple(field.name for field in dataclasses.fields(CoordinatorStats))
+_RANK_NAMES = tuple(field.name for field in dataclasses.fields(RankState))
 _PARAM_DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
 
 
@@ -142,7 +145,7 @@ def encode(message: Message) -> bytes:
         case EngineReady():
             fields = (dataclasses.astuple(message.info),)
         case Stats():
-            fields = (message.number, dataclasses.astuple(message.stats))
+            fields = (message.number, _stats_fields(message.stats))
         case _:
             fields = dataclasses.astuple(message)
     # What the engine says of a failure may hold anything; a request's texts must be as they were given.
@@ -164,8 +167,8 @@ def decode(buffer: bytes) -> Message:
             info = EngineInfo(*fields[0])
             return EngineReady(dataclasses.replace(info, end_ids=tuple(info.end_ids)))
         if kind is Stats:
-            number, (waiting, running, blocks, *rest) = fields
-            return Stats(number, CoordinatorStats(waiting, running, BlockUsage(*blocks), *rest))
+            number, stats = fields
+            return Stats(number, _stats(stats))
         message: Message = kind(*fields)
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise EngineError(f"a message between the HTTP process and the engine cannot be read: {error}") from error
@@ -228,3 +231,28 @@ def _event(fields: Sequence[Any]) -> RequestEvent:
         None if timings is None else RequestTimings(*timings),
         error,
     )
+
+
+def _stats_fields(stats: CoordinatorStats) -> tuple[object, ...]:
+    nested = {
+        "blocks": dataclasses.astuple(stats.blocks),
+        "step_seconds": {name: _distribution_fields(each) for name, each in stats.step_seconds.items()},
+        "step_requests": _distribution_fields(stats.step_requests),
+        "step_tokens": _distribution_fields(stats.step_tokens),
+        "ranks": [tuple(getattr(rank, name) for name in _RANK_NAMES) for rank in stats.ranks],
+    }
+    return tuple(nested.get(name, getattr(stats, name)) for name in _STATS_NAMES)
+
+
+def _stats(values: Sequence[Any]) -> CoordinatorStats:
+    fields = dict(zip(_STATS_NAMES, values, strict=True))
+    fields["blocks"] = BlockUsage(*fields["blocks"])
+    fields["step_seconds"] = {name: Distribution(*each) for name, each in fields["step_seconds"].items()}
+    fields["step_requests"] = Distribution(*fields["step_requests"])
+    fields["step_tokens"] = Distribution(*fields["step_tokens"])
+    fields["ranks"] = [RankState(*rank) for rank in fields["ranks"]]
+    return CoordinatorStats(**fields)
+
+
+def _distribution_fields(distribution: Distribution) -> tuple[object, ...]:
+    return distribution.bounds, distribution.counts, distribution.sum

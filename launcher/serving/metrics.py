@@ -1,80 +1,83 @@
-"""What operators watch, in Prometheus' text format at /metrics.
-
-Of the HTTP side, each answer (choice) counted once:
-
-    paceline_time_to_first_token_seconds      histogram: from the request's arrival to the answer's first token
-    paceline_inter_token_seconds              histogram: between two tokens of an answer; tokens that come together
-                                              share the time since the ones before
-    paceline_answer_seconds                   histogram: from the request's arrival to the answer's end
-    paceline_queue_seconds                    histogram: from the engine's taking a request to its first step
-    paceline_answers_total{finish_reason}     stop, length, or abort: the client left, it ran out of time, or it failed
-    paceline_accepted_answers                 accepted and not yet finished
-    paceline_http_responses_total{path,status}    path is "other" where it is none of this server's; status 499 is a
-                                              client that left before its answer began
-
-Of the engine, at the moment of the scrape, missing until it is ready and once it is gone:
-
-    paceline_requests_running, paceline_requests_waiting
-    paceline_cache_blocks{state}              free, cached (free, and findable by their prefix), used
-    paceline_cache_usage_ratio                used blocks / all blocks
-    paceline_prompt_tokens_total              of the answers admitted; n answers to a prompt count it n times
-    paceline_cached_prompt_tokens_total       how many of these were found in the prefix cache
-    paceline_prefix_cache_hit_ratio           their share, since the start
-    paceline_generated_tokens_total, paceline_preemptions_total, paceline_steps_total
-"""
+"""What is counted and timed of HTTP requests and their answers; exposition.py writes it out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from paceline.coordinator.distribution import Distribution
+from paceline.coordinator.events import RequestTimings
+from paceline.launcher.serving.record import RequestRecord
 
-from paceline.coordinator.events import CoordinatorStats, RequestTimings
+FINISHED_REASONS = ("stop", "length", "abort")
+EXPECTED_ERRORS = ("client_gone", "queue_full", "request_timeout")
+"""Codes that are there with 0 from the start, so that their rates can be watched; others come with the first."""
 
-_WAITS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_TOKEN_WAITS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
-_ANSWERS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+# Steps of about half again, so that a percentile is known to that much, from a small model on a GPU to a CPU in need.
+_WAITS = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
+    *(1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120),
+)
+_TOKEN_WAITS = (
+    *(0.0002, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
+    *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10),
+)
+_ANSWERS = (
+    *(0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 45),
+    *(60, 90, 120, 300, 600, 1800),
+)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 
 
 class ServerMetrics:
-    """All numbers of one server, in a registry of its own."""
+    """All numbers of one server's HTTP side. Used from one event loop."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._engine = _EngineNumbers()
-        self._registry.register(self._engine)
-        own = self._registry
-        self.first_token = Histogram(
-            "paceline_time_to_first_token_seconds", "Arrival to first token", buckets=_WAITS, registry=own
-        )
-        self.inter_token = Histogram(
-            "paceline_inter_token_seconds", "Between two tokens of an answer", buckets=_TOKEN_WAITS, registry=own
-        )
-        self.answer = Histogram("paceline_answer_seconds", "Arrival to end", buckets=_ANSWERS, registry=own)
-        self.queue = Histogram("paceline_queue_seconds", "Engine's queue", buckets=_WAITS, registry=own)
-        self.answers = Counter("paceline_answers", "Answers ended", ("finish_reason",), registry=own)
-        self.accepted = Gauge("paceline_accepted_answers", "Answers accepted and not yet finished", registry=own)
-        self.responses = Counter("paceline_http_responses", "HTTP responses", ("path", "status"), registry=own)
+        self.first_token = Distribution(_WAITS)
+        """Seconds from a request's arrival to an answer's first token."""
+        self.inter_token = Distribution(_TOKEN_WAITS)
+        """Seconds between two tokens of an answer; tokens that come together share the time since those before."""
+        self.per_token = Distribution(_TOKEN_WAITS)
+        """An answer's mean seconds a token after its first one."""
+        self.answer = Distribution(_ANSWERS)
+        """Seconds from a request's arrival to an answer's end, of those that were finished."""
+        self.queue = Distribution(_WAITS)
+        """Seconds from the engine's taking a request to its first step."""
+        self.prefill = Distribution(_WAITS)
+        """Seconds from its first step to its first token."""
+        self.decode = Distribution(_ANSWERS)
+        """Seconds from its first token to its end."""
+        self.prompt_tokens = Distribution(_TOKENS)
+        """Tokens of an answer's prompt."""
+        self.answer_tokens = Distribution(_TOKENS)
+        """Tokens of an answer."""
+        self.finished = Counter(dict.fromkeys(FINISHED_REASONS, 0))
+        """Answers ended, by reason."""
+        self.errors = Counter(dict.fromkeys(EXPECTED_ERRORS, 0))
+        """Requests ended by an error, by its code."""
+        self.responses: Counter[tuple[str, int]] = Counter()
+        """Responses by path and status."""
 
-    def watch_answer(self, arrived: float) -> AnswerWatch:
+    def watch_answer(self, arrived: float, prompt_tokens: int) -> AnswerWatch:
         """Follow an answer whose request arrived at this moment of time.monotonic()."""
-        return AnswerWatch(self, arrived)
+        return AnswerWatch(self, arrived, prompt_tokens)
 
-    def text(self, stats: CoordinatorStats | None) -> bytes:
-        """Everything in Prometheus' text format; stats: the engine's numbers of now, None where there are none."""
-        self._engine.stats = stats
-        return generate_latest(self._registry)
+    def count_request(self, record: RequestRecord, path: str) -> None:
+        """Count an HTTP request that has ended; path: what it is to be counted under."""
+        self.responses[path, record.status] += 1
+        if record.error is not None:
+            self.errors[record.error.reason] += 1
 
 
 class AnswerWatch:
     """Measures one answer."""
 
-    def __init__(self, metrics: ServerMetrics, arrived: float) -> None:
+    def __init__(self, metrics: ServerMetrics, arrived: float, prompt_tokens: int) -> None:
         self._metrics = metrics
         self._arrived = arrived
-        self._last: float | None = None
+        self._prompt_tokens = prompt_tokens
+        self._tokens = 0
+        self._last = 0.0
         self._reason = "abort"
 
     def tokens(self, count: int) -> None:
@@ -82,48 +85,32 @@ class AnswerWatch:
         if count == 0:
             return
         now = time.monotonic()
-        if self._last is None:
-            self._metrics.first_token.observe(now - self._arrived)
-            count -= 1
+        further = count
+        if self._tokens == 0:
+            self._metrics.first_token.add(now - self._arrived)
             self._last = now
-        for _ in range(count):
-            self._metrics.inter_token.observe((now - self._last) / count)
+            further -= 1
+        if further:
+            self._metrics.inter_token.add((now - self._last) / further, further)
+        self._tokens += count
         self._last = now
 
     def finished(self, reason: str, timings: RequestTimings | None) -> None:
         """The engine has ended the answer."""
         self._reason = reason
-        if timings is not None and timings.first_scheduled is not None:
-            self._metrics.queue.observe(timings.first_scheduled - timings.arrived)
+        self._metrics.prompt_tokens.add(self._prompt_tokens)
+        self._metrics.answer_tokens.add(self._tokens)
+        if timings is None or timings.first_scheduled is None or timings.first_token is None:
+            return
+        self._metrics.queue.add(timings.first_scheduled - timings.arrived)
+        self._metrics.prefill.add(timings.first_token - timings.first_scheduled)
+        decode = timings.finished - timings.first_token
+        self._metrics.decode.add(decode)
+        if self._tokens > 1:
+            self._metrics.per_token.add(decode / (self._tokens - 1))
 
     def close(self) -> None:
         """Count the answer, as aborted unless it had finished."""
-        self._metrics.answers.labels(self._reason).inc()
-        self._metrics.answer.observe(time.monotonic() - self._arrived)
-
-
-class _EngineNumbers:
-    """The engine's own numbers, as its last stats had them."""
-
-    def __init__(self) -> None:
-        self.stats: CoordinatorStats | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self.stats
-        if stats is None:
-            return
-        blocks = {state: getattr(stats.blocks, state) for state in ("free", "cached", "used")}
-        states = GaugeMetricFamily("paceline_cache_blocks", "Cache blocks by state", labels=("state",))
-        for state, count in blocks.items():
-            states.add_metric((state,), count)
-        yield states
-        hits = stats.cached_prompt_tokens / max(stats.prompt_tokens, 1)
-        for name, value in (
-            ("requests_running", stats.running),
-            ("requests_waiting", stats.waiting),
-            ("cache_usage_ratio", blocks["used"] / max(sum(blocks.values()), 1)),
-            ("prefix_cache_hit_ratio", hits),
-        ):
-            yield GaugeMetricFamily(f"paceline_{name}", name.replace("_", " "), value=value)
-        for name in ("prompt_tokens", "cached_prompt_tokens", "generated_tokens", "preemptions", "steps"):
-            yield CounterMetricFamily(f"paceline_{name}", name.replace("_", " "), value=getattr(stats, name))
+        self._metrics.finished[self._reason] += 1
+        if self._reason != "abort":
+            self._metrics.answer.add(time.monotonic() - self._arrived)

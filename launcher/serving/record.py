@@ -1,16 +1,17 @@
-"""What is known of one HTTP request, for its log line: one JSON object, without what the client wrote."""
+"""What is known of one HTTP request, for its log line and its trace, without what the client wrote."""
 
 from __future__ import annotations
 
-import json
-import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-LOGGER = logging.getLogger("paceline.serving.requests")
+from paceline.launcher.serving.errors import ApiError
+
+if TYPE_CHECKING:
+    from paceline.launcher.serving.answers import Answers
 
 
 @dataclass(slots=True)
@@ -22,24 +23,29 @@ class RequestRecord:
     path: str
     started: float = field(default_factory=time.monotonic)
     status: int = 0
-    answer: dict[str, Any] = field(default_factory=dict)
-    """Of an answer: token counts, finish reasons, and the prompts where they are to be logged."""
-    error: str | None = None
-    """What the client was told."""
+    answers: Answers | None = None
+    """Where the request came as far as that."""
+    trace_id: str | None = None
+    """Of its trace, once it has ended, where there are traces."""
+    error: ApiError | None = None
+    """What the client was told, or would have been, had it not left."""
 
-    def log(self) -> None:
-        """Write the line."""
-        line = {
+    def log_fields(self, *, with_prompts: bool) -> dict[str, Any]:
+        """What the request's log line says of it; with_prompts: its prompts too."""
+        fields = {
             "request_id": self.request_id,
             "method": self.method,
             "path": self.path,
             "status": self.status,
             "seconds": round(time.monotonic() - self.started, 4),
-            **self.answer,
         }
+        if self.answers is not None:
+            fields |= self.answers.log_fields(with_prompts)
+        if self.trace_id is not None:
+            fields["trace_id"] = self.trace_id
         if self.error is not None:
-            line["error"] = self.error
-        LOGGER.info(json.dumps(line))
+            fields["error"] = self.error.message
+        return fields
 
 
 def record_of(request: Request) -> RequestRecord:

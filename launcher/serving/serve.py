@@ -5,24 +5,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
+import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from paceline import __version__
 from paceline.coordinator.checks import check_number
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.launcher.checkpoint_source import resolve_checkpoint
 from paceline.launcher.default_model import MODEL_NAME
+from paceline.launcher.json_log import log_as_json, log_event
 from paceline.launcher.options import add_engine_options, engine_settings
 from paceline.launcher.serving.children import DRAIN_SECONDS, Child, Endpoint, die_with_parent, give_drain_receipt
 
 if TYPE_CHECKING:
     from paceline.launcher.serving.engine_loop import EngineLoop
     from paceline.launcher.serving.settings import ServerSettings
+
+LOGGER = logging.getLogger("paceline.serving")
 
 FRONT_MODULE = "paceline.launcher.serving.front_process"
 SAME_SIGNAL_SECONDS = 0.5
@@ -72,6 +79,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="S",
         help=f"on SIGTERM or Ctrl-C, let running requests go on for so long (default {DRAIN_SECONDS:g})",
     )
+    group.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send a trace of each request to this OpenTelemetry collector (OTLP, HTTP)",
+    )
     group.add_argument("--log-prompts", action="store_true", help="have prompts in the log")
     add_engine_options(parser, model_option=False)
     parser.set_defaults(run=run)
@@ -108,8 +120,14 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
         from paceline.launcher.serving.listener import check_certificate, listen, url_of
     except ImportError as error:
         raise InputError(f"serve needs {error.name}; install paceline[serve]") from error
+    log_as_json()
     check_certificate(arguments.ssl_certfile, arguments.ssl_keyfile)
     server = _server_settings(arguments)
+    if server.otlp_endpoint is not None:
+        try:
+            importlib.import_module("paceline.launcher.serving.tracing")
+        except ImportError as error:
+            raise InputError(f"--otlp-endpoint needs {error.name}; install paceline[trace]") from error
     folder = resolve_checkpoint(arguments.model)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen(arguments.host, arguments.port, arguments.uds))
@@ -129,6 +147,7 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
             "ssl_certfile": _text(arguments.ssl_certfile),
             "ssl_keyfile": _text(arguments.ssl_keyfile),
         }
+        log_event(LOGGER, "starting", version=__version__, **dataclasses.asdict(config) | {"model": str(folder)})
         front = stack.enter_context(Child(FRONT_MODULE, front_settings, file_descriptors=(listener.fileno(),)))
         listener.close()
 
@@ -138,16 +157,21 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
         engine = start_engine(dataclasses.replace(config, model=str(folder)), only_rank_0_heeds_signals=True)
         engine.prepare_grammars()
         loop = EngineLoop(engine, zmq_socket)
-        supervisor = Supervisor(
-            loop, front, endpoint, arguments.drain_timeout, f"serving {server.model_names[0]} at {url}"
-        )
+
+        def greet() -> None:
+            print(f"paceline: serving {server.model_names[0]} at {url}", flush=True)
+            log_event(LOGGER, "ready", url=url, model=server.model_names[0], **dataclasses.asdict(engine.limits))
+
+        supervisor = Supervisor(loop, front, endpoint, arguments.drain_timeout, greet)
         try:
             loop.run(until=supervisor.is_over)
         except EngineError as error:
+            log_event(LOGGER, "engine_failed", logging.ERROR, error=str(error))
             engine.close(str(error))
             front.wait(OVERDUE_SECONDS)  # it tells its clients
             raise
         engine.close()
+    log_event(LOGGER, "stopped")
     give_drain_receipt()
 
 
@@ -161,6 +185,7 @@ def _server_settings(arguments: argparse.Namespace) -> ServerSettings:
     given = {
         "max_queue": arguments.max_queue,
         "request_timeout": arguments.request_timeout,
+        "otlp_endpoint": arguments.otlp_endpoint,
         "cors_origins": arguments.cors_origin and tuple(arguments.cors_origin),
         "api_keys": api_keys(arguments.api_key_file, os.environ),
     }
@@ -181,13 +206,18 @@ class Supervisor:
     The first SIGTERM or SIGINT drains; another one, if it is no echo of the first, ends the server at once.
     """
 
-    def __init__(self, loop: EngineLoop, front: Child, endpoint: Endpoint, drain_seconds: float, greeting: str) -> None:
-        """Signals are handled from here on; before, while the model is loaded, they end the process at once."""
+    def __init__(
+        self, loop: EngineLoop, front: Child, endpoint: Endpoint, drain_seconds: float, greet: Callable[[], None]
+    ) -> None:
+        """Signals are handled from here on; before, while the model is loaded, they end the process at once.
+
+        greet is called once requests are taken.
+        """
         self._loop = loop
         self._front = front
         self._endpoint = endpoint
         self._drain_seconds = drain_seconds
-        self._greeting: str | None = greeting
+        self._greet: Callable[[], None] | None = greet
         self._asked_at: float | None = None
         self._told = False
         self._second_signal: int | None = None
@@ -213,9 +243,9 @@ class Supervisor:
                 return True
             self._loop.take_messages()  # it may have said why
             raise EngineError(f"the HTTP process ended unexpectedly ({_status_text(status)})")
-        if self._greeting is not None and self._loop.front_is_ready:
-            print(f"paceline: {self._greeting}", flush=True)
-            self._greeting = None
+        if self._greet is not None and self._loop.front_is_ready:
+            self._greet()
+            self._greet = None
             self._endpoint.remove()  # not left behind, however this process ends
         if self._asked_at is None:
             return False
@@ -228,6 +258,7 @@ class Supervisor:
             return True  # nobody was let in
         if not self._told:
             self._told = True
+            log_event(LOGGER, "draining", seconds=self._drain_seconds)
             self._loop.drain(self._drain_seconds)
         if time.monotonic() > asked_at + self._drain_seconds + OVERDUE_SECONDS:
             raise EngineError(f"the HTTP process did not end {OVERDUE_SECONDS:g} s after --drain-timeout")

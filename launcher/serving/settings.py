@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from paceline.coordinator.checks import check_integer, check_number, check_switch, shown
 from paceline.coordinator.errors import InputError
@@ -24,6 +25,8 @@ class ServerSettings:
     """Seconds after which a request is ended with an error, its waiting time included; None is no limit."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the server from a browser, or ("*",) for all; none unless given."""
+    otlp_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that takes OTLP over HTTP, for a trace of each request; None for no traces."""
     log_prompts: bool = False
     """Whether the log lines of requests hold their prompts."""
 
@@ -39,4 +42,16 @@ class ServerSettings:
         check_integer("body_limit", self.body_limit, 1)
         if self.request_timeout is not None:
             check_number("request_timeout", self.request_timeout, 0, 10**9, above_low=True)
+        if self.otlp_endpoint is not None:
+            _check_url("otlp_endpoint", self.otlp_endpoint)
         check_switch("log_prompts", self.log_prompts)
+
+
+def _check_url(name: str, url: object) -> None:
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+        is_good = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        is_good = False
+    if not is_good:
+        raise InputError(f"{name} must be a URL such as http://127.0.0.1:4318, got {shown(url)}")

@@ -19,7 +19,7 @@ import pytest
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.constraints import GrammarError, Mask
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.events import RequestEvent
+from paceline.coordinator.events import RankState, RequestEvent
 from paceline.coordinator.messages import (
     Admission,
     Limits,
@@ -170,6 +170,9 @@ class MirrorExecutor:
         if len(self._results) > self.delay():
             return self._results.popleft()
         return None
+
+    def rank_states(self) -> Sequence[RankState]:
+        return []
 
     def _admit(self, admission: Admission) -> None:
         assert admission.slot not in self.slots, "a slot is given away while in use"

@@ -263,7 +263,21 @@ def test_an_error_wakes_the_waiting_writer(connect: Connect, threads: ThreadPool
         waiting.result(PATIENCE)
 
 
-@pytest.mark.parametrize(("text", "arrives"), [("", "unknown error"), ("€" * 5000, "€" * 1354), ("\udcff", "\\udcff")])
+def test_the_writer_sees_each_readers_signs_of_life(connect: Connect) -> None:
+    writer, [one, two] = connect(2)
+    writer.send(StepPlan(0))
+    assert one.receive(PATIENCE) == StepPlan(0)
+    one.acknowledge(0)
+    one.report_memory(5 << 40)
+    two.report_memory(7)
+    assert [(each.acknowledged, each.memory_used) for each in writer.statuses] == [(0, 5 << 40), (-1, 7)]
+    time.sleep(0.05)
+    assert two.receive(PATIENCE) == StepPlan(0)
+    young = writer.statuses[1].silence
+    assert writer.statuses[0].silence - young >= 0.05
+
+
+@pytest.mark.parametrize(("text", "arrives"), [("", "unknown error"), ("€" * 5000, "€" * 1352), ("\udcff", "\\udcff")])
 def test_error_texts_of_any_kind_arrive_as_far_as_they_fit(connect: Connect, text: str, arrives: str) -> None:
     writer, [reader] = connect(1)
     reader.report_error(text)

@@ -48,6 +48,18 @@ def test_a_step_is_the_same_without_a_result(
     assert torch.equal(following.state.known_lens, reporting.state.known_lens)
 
 
+def test_what_a_worker_has_set_aside_is_what_its_model_and_cache_take(make_worker: Callable[[], Worker]) -> None:
+    worker = make_worker()
+    memory = worker.memory
+    # tests/conftest.py's TINY: tied embeddings of 256 rows, 2 layers of 4 heads of 16 over 2 KV heads, MLPs of 128.
+    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128 + 2 * 64
+    assert memory.weights == 4 * (256 * 64 + 2 * layer + 64)
+    assert memory.cache == 4 * 2 * 2 * 8 * 16 * 32
+    tables = 4 * 3 * (512 + 512 // 16)
+    assert tables < memory.workspace < 2 * tables
+    assert memory.total > 1 << 28
+
+
 def test_the_warm_up_sends_every_decode_row_through_all_of_the_sampler(
     make_worker: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

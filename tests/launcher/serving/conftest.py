@@ -14,9 +14,10 @@ from openai import AsyncOpenAI
 
 from paceline.coordinator.block_manager import BlockUsage
 from paceline.coordinator.errors import EngineError
-from paceline.coordinator.events import CoordinatorStats, RequestTimings
+from paceline.coordinator.events import CoordinatorStats, RankState, RequestTimings
 from paceline.coordinator.messages import TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
+from paceline.coordinator.step_times import StepTimes
 from paceline.launcher.default_model import default_model_path
 from paceline.launcher.serving.app import create_app
 from paceline.launcher.serving.engine_api import EngineInfo, TokenNews
@@ -131,6 +132,11 @@ class EchoEngine:
     async def stats(self) -> CoordinatorStats:
         if self.failure is not None:
             raise EngineError(self.failure)
+        times = StepTimes()
+        for seconds in (0.0003, 0.004):
+            times.plan.add(seconds)
+        times.requests.add(3)
+        times.tokens.add(64)
         return CoordinatorStats(
             waiting=0,
             running=len(self.running),
@@ -141,6 +147,22 @@ class EchoEngine:
             cached_prompt_tokens=self.prompt_tokens // 2,
             generated_tokens=self.generated,
             finished={},
+            step_seconds=times.parts(),
+            step_requests=times.requests,
+            step_tokens=times.tokens,
+            ranks=[
+                RankState(
+                    rank,
+                    weights_bytes=1000,
+                    cache_bytes=2000,
+                    workspace_bytes=30,
+                    memory_total=9000,
+                    memory_used=4000 + rank,
+                    silence=0.25 * rank,
+                    steps=7 - rank,
+                )
+                for rank in range(2)
+            ],
         )
 
 

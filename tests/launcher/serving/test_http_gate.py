@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import httpx
 import openai
 import pytest
+
+from paceline.launcher.json_log import JsonFormatter
 
 pytestmark = pytest.mark.anyio
 
@@ -98,6 +102,17 @@ async def test_no_origin_is_let_in_unless_told(serve: Any) -> None:
         assert "access-control-allow-origin" not in stranger.headers
 
 
+async def test_probes_may_ask_for_the_head_alone(served: Any, on_a_socket: Any) -> None:
+    async with on_a_socket(served.app) as address, httpx.AsyncClient(base_url=address) as client:
+        for status in (200, 503):
+            for path in ("/health", "/ready"):
+                whole, head = await client.get(path), await client.head(path)
+                assert (whole.status_code, head.status_code) == (status, status)
+                assert (head.content, head.headers["content-type"]) == (b"", whole.headers["content-type"])
+            served.engine.failure = "broken"
+        assert (await client.head("/v1/models")).status_code == 405
+
+
 async def test_request_ids_are_kept_or_made(served: Any) -> None:
     async with served.http() as client:
         assert (await client.get("/health", headers={"x-request-id": "abc-1.2"})).headers["x-request-id"] == "abc-1.2"
@@ -118,18 +133,28 @@ async def test_a_log_line_tells_all_but_what_was_written(serve: Any, caplog: pyt
         async with served.http(headers={"authorization": f"Bearer {KEY}", "x-request-id": "mine"}) as client:
             await client.post("/v1/chat/completions", json={"messages": HELLO, "stream": log_prompts, "n": 2})
             await client.post("/v1/completions", json={"prompt": "a secret question", "top_p": 3})
-        lines = [json.loads(record.getMessage()) for record in caplog.records]
+            for path in ("/health", "/ready", "/metrics", "/v1/load"):
+                await client.get(path)  # good answers to machines that ask all the time are no news
+            await client.get("/v1/models")
+            served.engine.failure = "broken"
+            await client.get("/health")
+        lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+        assert {(line["event"], line["level"]) for line in lines} == {("request", "info")}
+        assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"]) for line in lines)
         assert [(line["status"], line["path"], line["request_id"]) for line in lines] == [
             (200, "/v1/chat/completions", "mine"),
             (400, "/v1/completions", "mine"),
+            (200, "/v1/models", "mine"),
+            (503, "/health", "mine"),
         ]
         assert lines[0]["finish_reasons"] == ["stop", "stop"]
         assert lines[0]["completion_tokens"] == 2 * (len(served.engine.script) + 1)
         assert lines[0]["prompt_tokens"] == len(served.tokenizer.encode_chat(HELLO))
         assert "top_p" in lines[1]["error"]
-        assert "secret answer" not in caplog.text
-        assert KEY not in caplog.text
-        assert "secret question" not in caplog.text  # the chat's is there as token ids, the refused one not at all
+        written = json.dumps(lines)
+        assert "secret answer" not in written
+        assert KEY not in written
+        assert "secret question" not in written  # the chat's is there as token ids, the refused one not at all
         assert lines[0].get("prompts") == ([served.tokenizer.encode_chat(HELLO)] if log_prompts else None)
 
 
@@ -142,4 +167,6 @@ async def test_what_breaks_is_in_the_log_under_the_request_id(
     assert answer.status_code == 500
     assert "mine" in answer.json()["error"]["message"]
     assert "not callable" not in answer.text
-    assert "not callable" in caplog.text
+    (line,) = [json.loads(JsonFormatter().format(each)) for each in caplog.records if each.levelno == logging.ERROR]
+    assert (line["event"], line["request_id"]) == ("request_failed", "mine")
+    assert "not callable" in line["exception"]

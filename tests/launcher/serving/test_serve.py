@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
 import signal
 import socket
@@ -35,6 +36,8 @@ class Server:
             text=True,
         )
         self.url = ""
+        self.log: list[dict[str, Any]] = []
+        """What was logged, once it has ended."""
 
     def wait_ready(self) -> Server:
         """Read the one line of standard output."""
@@ -66,14 +69,14 @@ class Server:
         return pid
 
     def end(self, timeout: float = 30) -> tuple[int, str]:
-        """Exit status and standard error, once it has ended; by then no process is left."""
+        """Exit status and standard error without the log, once it has ended; by then no process is left."""
         _, errors = self.process.communicate(timeout=timeout)
         deadline = time.monotonic() + 10
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert self.processes() == {}
-        lines = [line for line in errors.splitlines() if "loaded 0." not in line and '"request_id"' not in line]
-        return self.process.returncode, "\n".join(lines)
+        self.log = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
+        return self.process.returncode, "\n".join(line for line in errors.splitlines() if not line.startswith("{"))
 
     def kill(self) -> None:
         for pid in self.processes():
@@ -222,6 +225,7 @@ def test_a_port_in_use_is_one_line(serve: Callable[..., Server]) -> None:
         (("--port", "65536"), "--port must be from 0 to 65535"),
         (("--drain-timeout", "nan"), "--drain-timeout must be"),
         (("--max-queue", "0"), "max_queue must be"),
+        (("--otlp-endpoint", "collector:4318"), "otlp_endpoint must be a URL"),
         (("--uds", "/dev/null"), "cannot listen on --uds /dev/null"),
         (("--num-blocks", "0"), "num_blocks must be"),
     ],
@@ -267,3 +271,80 @@ def test_https(serve: Callable[..., Server], tmp_path: Path) -> None:
     trusting = ssl.create_default_context(cafile=str(certificate))
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, verify=trusting)
     assert answer.json()["usage"]["completion_tokens"] == 2
+
+
+def numbers(server: Server) -> dict[str, float]:
+    """What /metrics says, by name and labels as they stand there."""
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
+
+
+def at_rest(got: dict[str, float]) -> bool:
+    """Whether every request has ended everywhere, and every rank has come as far as rank 0."""
+    left = [
+        got["paceline_accepted_answers"],
+        got["paceline_num_requests_running"],
+        got["paceline_num_requests_waiting"],
+    ]
+    done, behind = (got[f'paceline_rank_steps_total{{rank="{rank}"}}'] for rank in range(2))
+    gone = got['paceline_request_errors_total{code="client_gone"}']
+    return left == [0, 0, 0] and done == behind and gone == 1
+
+
+def test_operators_see_what_clients_got(serve: Callable[..., Server]) -> None:
+    """Two ranks, a cache that is too small for all at once: metrics and log agree with what the clients counted."""
+    server = serve("--num-blocks", "24", "--block-size", "8", "--max-queue", "48", tp=2).wait_ready()
+    prefix = list(range(40))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        wishes = [{"prompt": [*prefix, number], "max_tokens": 60, "ignore_eos": True} for number in range(10)]
+        running = [pool.submit(complete, server, **wish) for wish in wishes]
+        wait_running(server)
+        while not all(future.done() for future in running):
+            during = numbers(server)
+            assert during["paceline_kv_cache_usage_perc"] <= 1
+            assert (
+                sum(during[f'paceline_kv_cache_blocks{{state="{state}"}}'] for state in ("free", "cached", "used"))
+                == 24
+            )
+            assert all(during[f'paceline_rank_heartbeat_age_seconds{{rank="{rank}"}}'] < 60 for rank in range(2))
+        usages = [future.result()["usage"] for future in running]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": PROMPT, "n": 40, "max_tokens": 150}, timeout=0.3)
+    for body in ({"prompt": PROMPT, "top_p": 2}, {"prompt": PROMPT, "n": 49}):
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 400
+    while not at_rest(got := numbers(server)):
+        time.sleep(0.02)
+    expected = {
+        'paceline_request_success_total{finished_reason="length"}': 10,
+        'paceline_request_success_total{finished_reason="abort"}': 40,
+        'paceline_request_errors_total{code="client_gone"}': 1,
+        'paceline_http_responses_total{path="/v1/completions",status="400"}': 2,
+        "paceline_request_generation_tokens_sum": sum(usage["completion_tokens"] for usage in usages),
+        "paceline_request_prompt_tokens_sum": sum(usage["prompt_tokens"] for usage in usages),
+        'paceline_kv_cache_blocks{state="used"}': 0,
+        "paceline_iteration_tokens_total_count": got['paceline_rank_steps_total{rank="0"}'],
+        'paceline_step_time_seconds_count{part="wait"}': got['paceline_step_time_seconds_count{part="plan"}'],
+    }
+    assert {name: got[name] for name in expected} == expected
+    assert got["paceline_num_preemptions_total"] > 0
+    assert got["paceline_prefix_cache_hits_total"] >= sum(
+        usage["prompt_tokens_details"]["cached_tokens"] for usage in usages
+    )
+    assert got["paceline_generation_tokens_total"] >= got["paceline_request_generation_tokens_sum"]
+    for rank in range(2):
+        assert got[f'paceline_rank_memory_bytes{{kind="weights",rank="{rank}"}}'] > 100_000
+        used = got[f'paceline_rank_device_memory_used_bytes{{rank="{rank}"}}']
+        assert 50 << 20 < used < got[f'paceline_rank_device_memory_bytes{{rank="{rank}"}}']
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == (0, "")
+    events = [line["event"] for line in server.log]
+    assert [event for event in events if event != "request"] == [
+        "starting",
+        next(event for event in events if event.startswith("loaded")),
+        "ready",
+        "draining",
+        "stopped",
+    ]
+    lines = [line for line in server.log if line["event"] == "request"]
+    assert sorted(line["status"] for line in lines) == [200] * 10 + [400, 400, 499]
+    assert sum(line.get("completion_tokens", 0) for line in lines if line["status"] == 200) == 600
