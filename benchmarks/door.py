@@ -67,7 +67,7 @@ class Load:
 
 LOADS = (
     Load(streams=64, rate=50, tokens=150, probes=40),
-    Load(streams=1000, rate=20, tokens=100, probes=40),
+    Load(streams=1000, rate=20, tokens=200, probes=40),
     Load(streams=1000, rate=200, tokens=1000, probes=20),
 )
 
@@ -75,11 +75,13 @@ LOADS = (
 class Front:
     """The HTTP process, with the stub behind it and the clients before it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], stub: StubEngine, crowd: Connection, probe: Connection) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], stub: StubEngine, crowd: Connection, probe: Connection
+    ) -> None:
         self.stub = stub
         self.crowd = crowd
         self.probe = probe
-        self._folder = Path(f"/proc/{process.pid}")
+        self._folder = Path(f"/proc/{pid}")
 
     def cpu_seconds(self) -> float:
         """User and system time of the HTTP process so far, all threads."""
@@ -158,7 +160,7 @@ def running_front() -> Iterator[Front]:
             stub.start()
             if not stub.ready.wait(60):
                 raise TimeoutError("the HTTP process did not start within a minute")
-            yield Front(process, stub, pipes[0], pipes[1])
+            yield Front(process.pid, stub, pipes[0], pipes[1])
             for pipe in pipes:
                 pipe.send(None)
         finally:

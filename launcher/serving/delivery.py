@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -14,8 +14,6 @@ from paceline.launcher.serving.errors import ApiError, ClientGone, to_api_error
 from paceline.launcher.serving.record import RequestRecord
 
 Work = Callable[["Outbox"], Coroutine[Any, Any, None]]
-
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -29,13 +27,15 @@ class Outbox:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._order = asyncio.Lock()
-        """Choices that run side by side write to the same response."""
+        self._beginning = asyncio.Lock()
+        """Choices that run side by side write to the same response; one of them begins it."""
+        self._begun = False
         self.started = False
+        """Whether a status was sent, or is being sent."""
 
     async def whole(self, content: object) -> None:
         """Send the one object."""
-        body = _ENCODER.encode(content).encode()
+        body = _json(content)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         self.started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -43,18 +43,25 @@ class Outbox:
 
     async def event(self, content: object) -> None:
         """Send one event; the first one begins the response, so that what fails before it has a status of its own."""
-        await self._write(f"data: {_ENCODER.encode(content)}\n\n".encode(), more=True)
+        await self._write(b"data: %b\n\n" % _json(content), more=True)
 
     async def end(self) -> None:
         """Send the event that ends a stream."""
         await self._write(b"data: [DONE]\n\n", more=False)
 
     async def _write(self, data: bytes, *, more: bool) -> None:
-        async with self._order:
-            if not self.started:
-                self.started = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        if not self._begun:
+            async with self._beginning:
+                if not self.started:
+                    self.started = True
+                    await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+                    self._begun = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _json(content: object) -> bytes:
+    """Compact UTF-8; pydantic's encoder takes a quarter of the time that Python's does."""
+    return to_json(content, inf_nan_mode="null")
 
 
 class Delivery(Response):

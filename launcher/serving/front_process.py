@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -77,6 +78,9 @@ async def serve(settings: FrontSettings) -> int:
         except InputError as error:
             link.send(FrontFailed(str(error)))
             return 1
+        # What was loaded stays: garbage collection need not look through it again, which would stop all streams.
+        gc.collect()
+        gc.freeze()
         config = uvicorn.Config(
             app,
             log_config=None,
