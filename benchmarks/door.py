@@ -75,9 +75,7 @@ LOADS = (
 class Front:
     """The HTTP process, with the stub behind it and the clients before it."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], stub: StubEngine, crowd: Connection, probe: Connection
-    ) -> None:
+    def __init__(self, pid: int, stub: StubEngine, crowd: Connection, probe: Connection) -> None:
         self.stub = stub
         self.crowd = crowd
         self.probe = probe

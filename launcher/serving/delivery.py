@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from paceline.launcher.serving.admission import Admission
 from paceline.launcher.serving.errors import ApiError, ClientGone, to_api_error
 from paceline.launcher.serving.record import RequestRecord
 
@@ -65,19 +66,23 @@ def _json(content: object) -> bytes:
 
 
 class Delivery(Response):
-    """A response that is worked out while it is sent; the work is cancelled when the client leaves or time is up."""
+    """A response that is worked out while it is sent.
 
-    def __init__(self, work: Work, record: RequestRecord, timeout: float | None) -> None:
+    The work is cancelled when the client leaves, when time is up, and when the server ends.
+    """
+
+    def __init__(self, work: Work, record: RequestRecord, timeout: float | None, admission: Admission) -> None:
         super().__init__()
         self._work = work
         self._record = record
         self._timeout = timeout
+        self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. Raises ApiError or ClientGone where it has not begun; later errors become events."""
         outbox = Outbox(send)
         try:
-            await _unless_gone(receive, self._within_time(outbox))
+            await self._unless_gone(receive, self._within_time(outbox))
         except ClientGone:
             self._record.error = "the client left"
             raise
@@ -100,20 +105,22 @@ class Delivery(Response):
                 504, f"the answer was not finished within {self._timeout:g} s", code="request_timeout"
             ) from None
 
-
-async def _unless_gone(receive: Receive, work: Awaitable[None]) -> None:
-    """Do the work; as soon as the client leaves cancel it, wait until it has ended, and raise ClientGone."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_client_leaves(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+    async def _unless_gone(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work; as soon as the client leaves cancel it, wait until it has ended, and raise ClientGone."""
+        working = asyncio.create_task(work)
+        leaving = asyncio.create_task(_client_leaves(receive))
+        try:
+            with self._admission.track(working):
+                await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if working.cancelled():
+                raise ApiError(503, "the server ended before this answer was finished", code="shutting_down")
+            if not working.done():
+                raise ClientGone
+            working.result()
+        finally:
+            working.cancel()
+            leaving.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _client_leaves(receive: Receive) -> None:

@@ -61,7 +61,7 @@ class Door:
 
     def deliver(self, request: Request, work: Work) -> Delivery:
         """The response that this work sends."""
-        return Delivery(work, record_of(request), self.settings.request_timeout)
+        return Delivery(work, record_of(request), self.settings.request_timeout, self.admission)
 
     def answers(
         self, body: AnswerBody, prompts: Sequence[Prompt], params: SamplingParams, answer_id: str, started: float

@@ -29,7 +29,7 @@ from paceline.launcher.serving.messages import (
     encode,
 )
 
-LAST_WORDS_SECONDS = 2.0
+LAST_WORDS_SECONDS = 2
 """For telling clients that the engine is gone."""
 
 MESSAGES_AT_ONCE = 64
@@ -86,6 +86,8 @@ class EngineLink:
         self._numbers = itertools.count()
         self.farewell: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         """Done once this process is to end, as it is told or since the engine is gone: the seconds that it may take."""
+        self.hurry = asyncio.Event()
+        """Set once it is told a second time, and is to end at once."""
 
     @property
     def info(self) -> EngineInfo | None:
@@ -211,7 +213,9 @@ class EngineLink:
             case EngineFailed():
                 self.fail(message.error)
             case Drain():
-                if not self.farewell.done():
+                if self.farewell.done():
+                    self.hurry.set()
+                else:
                     self.farewell.set_result(message.seconds)
             case _:
                 raise EngineError(f"the engine sent {type(message).__name__}, which only the HTTP process may say")

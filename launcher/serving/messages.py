@@ -98,7 +98,10 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """To the HTTP process: take no more requests, finish those that run for at most so many seconds, and end."""
+    """To the HTTP process: take no more requests, finish those that run for at most so many seconds, and end.
+
+    A second one has it end at once.
+    """
 
     seconds: float
 
