@@ -236,7 +236,6 @@ class Supervisor:
             raise EngineError(f"the HTTP process did not end {OVERDUE_SECONDS:g} s after --drain-timeout")
         return False
 
-
     def _hurry(self, second_signal: int) -> None:
         """Have the HTTP process tell its clients that they are cut off, and end; for a moment, it is waited for."""
         if self._hurried_at is None:
