@@ -12,6 +12,7 @@ from paceline.launcher.serving.door import Door
 from paceline.launcher.serving.errors import ApiError, bad_request
 from paceline.launcher.serving.prompts import Prompt, check_token_ids
 from paceline.launcher.serving.schemas import DetokenizeBody, TokenizeBody
+from paceline.launcher.serving.strict_json import StrictJsonRoute
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -95,7 +96,7 @@ def model_routes(door: Door) -> APIRouter:
 
 def token_routes(door: Door) -> APIRouter:
     """Text to token ids and back."""
-    router = APIRouter()
+    router = APIRouter(route_class=StrictJsonRoute)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
