@@ -1,8 +1,11 @@
 """Token ids to text while they are generated: the join of the pieces is what decoding all ids at once gives.
 
-A token's text depends on its neighbours: a character may be spread over several tokens, SentencePiece drops the space
-before the first word, and a run of its byte tokens becomes text or, where any of it is no UTF-8, only U+FFFD. So a
-window of the last tokens is decoded, and the part of its text that was not shown yet is new. Three rules make it exact:
+Where tokens are bytes (launcher/byte_level.py) their text is that of the bytes, which Python decodes step by step.
+
+Elsewhere a token's text depends on its neighbours: a character may be spread over several tokens, SentencePiece drops
+the space before the first word, and a run of its byte tokens becomes text or, where any of it is no UTF-8, only U+FFFD.
+So a window of the last tokens is decoded, and the part of its text that was not shown yet is new. Three rules make it
+exact:
 
 - A U+FFFD at the end of the text may be the beginning of a character: it is held back.
 - While the last token is a byte token (`<0xE4>`), later ones may change the text of all byte tokens before it: nothing
@@ -12,11 +15,14 @@ window of the last tokens is decoded, and the part of its text that was not show
 
 from __future__ import annotations
 
+import codecs
 import functools
 import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from paceline.launcher.byte_level import TokenBytes, token_bytes
 
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -32,6 +38,42 @@ class Detokenizer:
     """The text of one request's output, piece by piece."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
+        table = token_bytes(tokenizer)
+        self._text: _ByteText | _WindowText
+        if table is not None:
+            self._text = _ByteText(table, _special_ids(tokenizer) if skip_special_tokens else frozenset())
+        else:
+            self._text = _WindowText(tokenizer, skip_special_tokens)
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that these further output ids settle; what may still change is kept for later."""
+        return self._text.feed(token_ids)
+
+    def finish(self) -> str:
+        """The rest of the text once no more ids come; a character that stayed incomplete is U+FFFD."""
+        return self._text.finish()
+
+
+class _ByteText:
+    """Text of tokens that are bytes."""
+
+    def __init__(self, table: TokenBytes, skipped_ids: frozenset[int]) -> None:
+        self._table = table
+        self._skipped_ids = skipped_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        table, skipped = self._table, self._skipped_ids
+        return self._decoder.decode(b"".join([table[token] for token in token_ids if token not in skipped]))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowText:
+    """Text of tokens that change with their neighbours."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         # The Rust tokenizer itself where there is one: the wrapper around it takes longer than it does.
         self._fast = tokenizer.backend_tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
@@ -42,7 +84,6 @@ class Detokenizer:
         """How many characters of the window's text were returned."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these further output ids settle; what may still change is kept for later."""
         last_token = ""
         for token_id in token_ids:
             token = self._token(token_id)
@@ -62,7 +103,6 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """The rest of the text once no more ids come; a character that stayed incomplete is U+FFFD."""
         return self._decode(self._window)[self._shown :]
 
     def _token(self, token_id: int) -> str | None:

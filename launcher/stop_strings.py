@@ -25,6 +25,8 @@ class StopStrings:
         """
         if self.matched is not None:
             return ""
+        if not self._stop:
+            return text
         text = self._held + text
         ends = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if ends:

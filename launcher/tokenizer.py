@@ -20,8 +20,12 @@ class Tokenizer:
         self._folder = folder
         self.backend: Any = None
         """The transformers tokenizer, or None."""
+        self._control: Any = None
+        """Its ControlTokens."""
         if any((folder / name).exists() for name in TOKENIZER_FILES):
             from transformers import AutoTokenizer
+
+            from paceline.launcher.control_tokens import ControlTokens
 
             try:
                 self.backend = AutoTokenizer.from_pretrained(
@@ -29,6 +33,7 @@ class Tokenizer:
                 )
             except (ValueError, OSError, KeyError) as error:
                 raise InputError(f"the tokenizer in {folder} cannot be read: {error}") from error
+            self._control = ControlTokens(self.backend)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens (one BOS at most) that the tokenizer itself adds."""
@@ -37,19 +42,38 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """Token ids of a conversation through the checkpoint's chat template, ready for the assistant's answer.
 
-        The template writes every special token itself, so none is added. Raises InputError where there is no template
-        or it refuses the messages.
+        The template writes every special token itself, so none is added, and those that the messages hold are plain
+        text. Raises InputError where there is no template or it refuses the messages.
         """
+        return self.encode_rendered(self.render_chat(messages, **template_options))
+
+    def render_chat(self, messages: Sequence[Message], **template_options: Any) -> str:
+        """The conversation as the chat template writes it, for encode_rendered. Raises InputError as encode_chat."""
         tokenizer = self._require()
         if not tokenizer.chat_template:
             raise InputError(f"the model in {self._folder} has no chat template; use a raw prompt (--raw)")
         try:
-            text = tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **template_options
+            text: str = tokenizer.apply_chat_template(
+                self._control.guarded(list(messages)), tokenize=False, add_generation_prompt=True, **template_options
             )
         except Exception as error:  # a template is a program of the checkpoint's author and may raise anything
             raise InputError(f"the chat template cannot render these messages: {error}") from error
-        return list(tokenizer.encode(_checked(text), add_special_tokens=False))
+        return _checked(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what render_chat gave."""
+        self._require()
+        token_ids: list[int] = self._control.encode(text)
+        return token_ids
+
+    def template_variables(self) -> frozenset[str] | None:
+        """Names of the variables that the chat template reads; None where that cannot be told."""
+        from paceline.launcher.chat_template import template_variables
+
+        try:
+            return template_variables(self._require().get_chat_template())
+        except ValueError:  # several templates, and none of them the default
+            return None
 
     @property
     def has_chat_template(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,9 @@ class Admission:
         self.accepted = 0
         """Answers accepted and not yet finished."""
         self._closed = False
+        self._work: set[asyncio.Future[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def close(self) -> None:
         """Accept nothing more, since the server is about to end; what was accepted goes on."""
@@ -26,6 +30,24 @@ class Admission:
         if self._closed:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
+    async def wait_idle(self) -> None:
+        """Return once no accepted answer is left."""
+        await self._idle.wait()
+
+    @contextmanager
+    def track(self, work: asyncio.Future[None]) -> Iterator[None]:
+        """Have this work cancelled by cut(), if it is still being done then."""
+        self._work.add(work)
+        try:
+            yield
+        finally:
+            self._work.discard(work)
+
+    def cut(self) -> None:
+        """Cancel all work that is still being done; whoever waits for it tells its client."""
+        for work in self._work:
+            work.cancel()
+
     @contextmanager
     def hold(self, answers: int, param: str) -> Iterator[None]:
         """Hold room for this many answers. Raises ApiError: 429 or 503 for now, 400 naming param for ever."""
@@ -35,7 +57,10 @@ class Admission:
         if self.accepted + answers > self.limit:
             raise ApiError(429, "too many requests are waiting", code="queue_full")
         self.accepted += answers
+        self._idle.clear()
         try:
             yield
         finally:
             self.accepted -= answers
+            if self.accepted == 0:
+                self._idle.set()

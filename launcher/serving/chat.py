@@ -18,12 +18,13 @@ from paceline.launcher.serving.record import record_of
 from paceline.launcher.serving.reply import WholeChoice, new_id, reply
 from paceline.launcher.serving.sampling import chat_sampling
 from paceline.launcher.serving.schemas import ChatBody
+from paceline.launcher.serving.strict_json import StrictJsonRoute
 from paceline.launcher.serving.token_texts import TokenTexts, finite
 
 
 def chat_routes(door: Door) -> APIRouter:
     """The route of conversations."""
-    router = APIRouter()
+    router = APIRouter(route_class=StrictJsonRoute)
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:

@@ -19,12 +19,13 @@ from paceline.launcher.serving.record import record_of
 from paceline.launcher.serving.reply import WholeChoice, new_id, reply
 from paceline.launcher.serving.sampling import completion_sampling
 from paceline.launcher.serving.schemas import CompletionBody
+from paceline.launcher.serving.strict_json import StrictJsonRoute
 from paceline.launcher.serving.token_texts import TokenTexts, finite
 
 
 def completion_routes(door: Door) -> APIRouter:
     """The route of plain prompts."""
-    router = APIRouter()
+    router = APIRouter(route_class=StrictJsonRoute)
 
     @router.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from paceline.launcher.serving.admission import Admission
 from paceline.launcher.serving.errors import ApiError, ClientGone, to_api_error
 from paceline.launcher.serving.record import RequestRecord
 
 Work = Callable[["Outbox"], Coroutine[Any, Any, None]]
-
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -29,13 +28,15 @@ class Outbox:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._order = asyncio.Lock()
-        """Choices that run side by side write to the same response."""
+        self._beginning = asyncio.Lock()
+        """Choices that run side by side write to the same response; one of them begins it."""
+        self._begun = False
         self.started = False
+        """Whether a status was sent, or is being sent."""
 
     async def whole(self, content: object) -> None:
         """Send the one object."""
-        body = _ENCODER.encode(content).encode()
+        body = _json(content)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         self.started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -43,34 +44,45 @@ class Outbox:
 
     async def event(self, content: object) -> None:
         """Send one event; the first one begins the response, so that what fails before it has a status of its own."""
-        await self._write(f"data: {_ENCODER.encode(content)}\n\n".encode(), more=True)
+        await self._write(b"data: %b\n\n" % _json(content), more=True)
 
     async def end(self) -> None:
         """Send the event that ends a stream."""
         await self._write(b"data: [DONE]\n\n", more=False)
 
     async def _write(self, data: bytes, *, more: bool) -> None:
-        async with self._order:
-            if not self.started:
-                self.started = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        if not self._begun:
+            async with self._beginning:
+                if not self.started:
+                    self.started = True
+                    await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+                    self._begun = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _json(content: object) -> bytes:
+    """Compact UTF-8; pydantic's encoder takes a quarter of the time that Python's does."""
+    return to_json(content, inf_nan_mode="null")
 
 
 class Delivery(Response):
-    """A response that is worked out while it is sent; the work is cancelled when the client leaves or time is up."""
+    """A response that is worked out while it is sent.
 
-    def __init__(self, work: Work, record: RequestRecord, timeout: float | None) -> None:
+    The work is cancelled when the client leaves, when time is up, and when the server ends.
+    """
+
+    def __init__(self, work: Work, record: RequestRecord, timeout: float | None, admission: Admission) -> None:
         super().__init__()
         self._work = work
         self._record = record
         self._timeout = timeout
+        self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. Raises ApiError or ClientGone where it has not begun; later errors become events."""
         outbox = Outbox(send)
         try:
-            await _unless_gone(receive, self._within_time(outbox))
+            await self._unless_gone(receive, self._within_time(outbox))
         except ClientGone:
             raise
         except Exception as error:
@@ -91,20 +103,22 @@ class Delivery(Response):
                 504, f"the answer was not finished within {self._timeout:g} s", code="request_timeout"
             ) from None
 
-
-async def _unless_gone(receive: Receive, work: Awaitable[None]) -> None:
-    """Do the work; as soon as the client leaves cancel it, wait until it has ended, and raise ClientGone."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_client_leaves(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+    async def _unless_gone(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work; as soon as the client leaves cancel it, wait until it has ended, and raise ClientGone."""
+        working = asyncio.create_task(work)
+        leaving = asyncio.create_task(_client_leaves(receive))
+        try:
+            with self._admission.track(working):
+                await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if working.cancelled():
+                raise ApiError(503, "the server ended before this answer was finished", code="shutting_down")
+            if not working.done():
+                raise ClientGone
+            working.result()
+        finally:
+            working.cancel()
+            leaving.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _client_leaves(receive: Receive) -> None:

@@ -90,7 +90,7 @@ class Door:
 
     def deliver(self, request: Request, work: Work) -> Delivery:
         """The response that this work sends."""
-        return Delivery(work, record_of(request), self.settings.request_timeout)
+        return Delivery(work, record_of(request), self.settings.request_timeout, self.admission)
 
     def answers(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -30,10 +29,38 @@ from paceline.launcher.serving.messages import (
     encode,
 )
 
-LAST_WORDS_SECONDS = 2.0
+LAST_WORDS_SECONDS = 2
 """For telling clients that the engine is gone."""
 
-_Mail = TokenNews | InputError | EngineError
+MESSAGES_AT_ONCE = 64
+"""Messages taken before others have a turn: who is behind the engine must not keep its clients waiting to catch up."""
+
+_Mail = RequestEvent | InputError | EngineError
+
+
+class _Mailbox:
+    """What has come for one request and was not read yet. One reader, which is woken once for all there is."""
+
+    __slots__ = ("_mail", "_waiting")
+
+    def __init__(self) -> None:
+        self._mail: list[_Mail] = []
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, mail: _Mail) -> None:
+        """Leave something."""
+        self._mail.append(mail)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def take(self) -> list[_Mail]:
+        """Everything that is there, once there is something."""
+        while not self._mail:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        self._waiting = None
+        mail, self._mail = self._mail, []
+        return mail
 
 
 class EngineLink:
@@ -53,12 +80,14 @@ class EngineLink:
         self._failure: str | None = None
         self._keys: dict[str, str] = {}
         """What the engine knows a running request by: never used twice, since its news may come after its end."""
-        self._mailboxes: dict[str, asyncio.Queue[_Mail]] = {}
+        self._mailboxes: dict[str, _Mailbox] = {}
         """By key."""
         self._answers: dict[int, asyncio.Future[CoordinatorStats]] = {}
         self._numbers = itertools.count()
         self.farewell: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         """Done once this process is to end, as it is told or since the engine is gone: the seconds that it may take."""
+        self.hurry = asyncio.Event()
+        """Set once it is told a second time, and is to end at once."""
 
     @property
     def info(self) -> EngineInfo | None:
@@ -89,16 +118,17 @@ class EngineLink:
         key = str(next(self._numbers))
         message = encode(Submit(key, prompt_token_ids, params, priority, cache_salt))
         self._keys[request_id] = key
-        mailbox = self._mailboxes[key] = asyncio.Queue[_Mail]()
+        mailbox = self._mailboxes[key] = _Mailbox()
         running = True
         try:
             self._send_bytes(message)
             while running:
-                for mail in _merged(await _all_of(mailbox)):
-                    running = isinstance(mail, TokenNews) and mail.finish_reason is None
-                    if isinstance(mail, Exception):
-                        raise mail
-                    yield mail
+                events, error = _sorted(await mailbox.take())
+                running = error is None and events[-1].finish_reason is None
+                if events:
+                    yield _news(events)
+                if error is not None:
+                    raise error
         finally:
             if running:
                 self.abort(request_id)
@@ -128,7 +158,7 @@ class EngineLink:
             return
         self._failure = reason
         for mailbox in self._mailboxes.values():
-            mailbox.put_nowait(EngineError(reason))
+            mailbox.put(EngineError(reason))
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(EngineError(reason))
@@ -138,8 +168,12 @@ class EngineLink:
     async def receive(self) -> None:
         """Take the engine's messages until it is gone."""
         try:
-            while self._failure is None:
-                self._take(decode(await self._socket.recv()))
+            for number in itertools.count(1):
+                self._take(decode(await self._socket.recv()))  # which does not wait where there is a message
+                if self._failure is not None:
+                    return
+                if number % MESSAGES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
         except EngineError as error:
             self.fail(str(error))
 
@@ -167,7 +201,7 @@ class EngineLink:
         match message:
             case News():
                 for event in message.events:
-                    self._deliver(event.request_id, _news(event))
+                    self._deliver(event.request_id, event)
             case Refused():
                 self._deliver(message.request_id, InputError(message.error))
             case Stats():
@@ -179,7 +213,9 @@ class EngineLink:
             case EngineFailed():
                 self.fail(message.error)
             case Drain():
-                if not self.farewell.done():
+                if self.farewell.done():
+                    self.hurry.set()
+                else:
                     self.farewell.set_result(message.seconds)
             case _:
                 raise EngineError(f"the engine sent {type(message).__name__}, which only the HTTP process may say")
@@ -188,38 +224,29 @@ class EngineLink:
         """Leave news with a request; of one whose iterator was closed a few may still be on their way."""
         mailbox = self._mailboxes.get(key)
         if mailbox is not None:
-            mailbox.put_nowait(mail)
+            mailbox.put(mail)
 
 
-def _news(event: RequestEvent) -> TokenNews:
+def _sorted(mail: list[_Mail]) -> tuple[list[RequestEvent], InputError | EngineError | None]:
+    """The events, and the first error there is, after which nothing counts."""
+    events = [each for each in mail if isinstance(each, RequestEvent)]
+    return events, next((each for each in mail if not isinstance(each, RequestEvent)), None)
+
+
+def _news(events: list[RequestEvent]) -> TokenNews:
+    """Events of one request in one piece: who falls behind the engine catches up by more tokens at once."""
+    last = events[-1]
+    token_ids, logprobs = last.token_ids, last.logprobs
+    if len(events) > 1:
+        token_ids = [token for each in events for token in each.token_ids]
+        logprobs = [entry for each in events for entry in each.logprobs]
     return TokenNews(
-        event.token_ids,
-        event.logprobs,
-        event.num_prompt_tokens,
-        event.cached_tokens,
-        event.finish_reason,
-        event.stop_token,
-        event.timings,
-        event.error,
+        token_ids,
+        logprobs,
+        last.num_prompt_tokens,
+        last.cached_tokens,
+        last.finish_reason,
+        last.stop_token,
+        last.timings,
+        last.error,
     )
-
-
-async def _all_of(mailbox: asyncio.Queue[_Mail]) -> list[_Mail]:
-    """Everything that is in the mailbox, once there is something."""
-    mail = [await mailbox.get()]
-    while not mailbox.empty():
-        mail.append(mailbox.get_nowait())
-    return mail
-
-
-def _merged(mail: list[_Mail]) -> list[_Mail]:
-    """The same in as few pieces as there can be: who falls behind the engine catches up by more tokens at once."""
-    if len(mail) == 1:
-        return mail
-    news = [each for each in mail if isinstance(each, TokenNews)]
-    rest: list[_Mail] = [each for each in mail if not isinstance(each, TokenNews)]  # an error is the last there is
-    if not news:
-        return rest
-    token_ids = [token for each in news for token in each.token_ids]
-    logprobs = [entry for each in news for entry in each.logprobs]
-    return [dataclasses.replace(news[-1], token_ids=token_ids, logprobs=logprobs), *rest]

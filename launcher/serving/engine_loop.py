@@ -79,7 +79,8 @@ class EngineLoop:
             raise
 
     def drain(self, seconds: float) -> None:
-        """Have the HTTP process take no more requests, finish those that run within so many seconds, and end.
+        """Have the HTTP process take no more requests, finish those that run within so many seconds, and end; at once
+        when told again.
 
         Raises EngineError where a rank is gone: torchrun sends the signal for that, too.
         """

@@ -30,6 +30,35 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 _UNION_TAG = re.compile(r"str|int|float|bool|(list|dict|constrained-\w+|function-\w+)\[.*\]|[A-Z]\w*")
 
 
+# By pydantic's types of errors: https://docs.pydantic.dev/latest/errors/validation_errors/
+_WANTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a whole number of ordinary size",
+    "int_type": "a whole number",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "string_pattern_mismatch": "a text that matches {pattern}",
+    "string_too_long": "a text of at most {max_length} characters",
+    "string_too_short": "a text of at least {min_length} characters",
+    "string_type": "a text",
+    "string_unicode": "a text of whole Unicode characters",
+    "too_long": "a list of at most {max_length} entries",
+    "too_short": "a list of at least {min_length} entries",
+    "union_tag_invalid": "of a kind among {expected_tags}",
+    "union_tag_not_found": "an object with {discriminator}",
+}
+
+
 class ApiError(Exception):
     """A request that is not served, as its client is told."""
 
@@ -100,6 +129,8 @@ def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
 
 
 def _from_http(error: HTTPException) -> ApiError:
+    if isinstance(error.__cause__, ApiError):  # raised while the body was read, which FastAPI makes one of its own
+        return error.__cause__
     if error.status_code == 404:
         return ApiError(404, "there is no such path here", code="unknown_url")
     if error.status_code == 405:
@@ -115,14 +146,27 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "json_invalid":
         return bad_request(f"the body is no valid JSON at character {first['loc'][-1]}", None, "invalid_json")
     param = _param(first["loc"], first["type"])
+    # Of a field that may be of several kinds, the one that was meant is the one that got further.
+    deeper = [each for each in errors if _param(each["loc"], each["type"]).startswith((f"{param}.", f"{param}["))]
+    if param and deeper:
+        first = deeper[0]
+        param = _param(first["loc"], first["type"])
     if not param:
         return bad_request(
             "the body must be a JSON object, sent with the header content-type: application/json", None, "invalid_json"
         )
     if first["type"] == "extra_forbidden":
         return bad_request(f"unknown field {param!r}", param, "unknown_parameter")
-    reasons = dict.fromkeys(each["msg"] for each in errors if _param(each["loc"], each["type"]) == param)
-    return bad_request(f"{param}: {' or: '.join(reasons)}", param)
+    if first["type"] == "missing":
+        return bad_request(f"{param} is missing", param, "missing_required_parameter")
+    wanted = dict.fromkeys(_wanted(each) for each in errors if _param(each["loc"], each["type"]) == param)
+    return bad_request(f"{param} must be {' or '.join(wanted)}", param)
+
+
+def _wanted(error: Mapping[str, Any]) -> str:
+    """What pydantic expected at a place, in words that say it to somebody who wrote JSON."""
+    words = _WANTED.get(error["type"])
+    return "of another kind" if words is None else words.format(**error.get("ctx", {}))
 
 
 def _param(location: Sequence[int | str], kind: str) -> str:

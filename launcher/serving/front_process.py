@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -21,6 +22,7 @@ import uvloop
 
 from paceline.coordinator.errors import InputError
 from paceline.launcher.json_log import log_as_json
+from paceline.launcher.serving.admission import Admission
 from paceline.launcher.serving.app import create_app
 from paceline.launcher.serving.children import read_settings, wait_for_parent_end
 from paceline.launcher.serving.engine_link import LAST_WORDS_SECONDS, EngineLink
@@ -77,6 +79,9 @@ async def serve(settings: FrontSettings) -> int:
         except InputError as error:
             link.send(FrontFailed(str(error)))
             return 1
+        # What was loaded stays: garbage collection need not look through it again, which would stop all streams.
+        gc.collect()
+        gc.freeze()
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -91,16 +96,25 @@ async def serve(settings: FrontSettings) -> int:
         )
         receiving = asyncio.create_task(link.receive())
         await asyncio.wait({serving, link.farewell}, return_when=asyncio.FIRST_COMPLETED)
-        app.state.admission.close()
         if link.farewell.done():
-            # uvicorn takes whole seconds; 0 would be no time even to send what is ready.
-            server.config.timeout_graceful_shutdown = max(1, round(link.farewell.result()))
+            await _drain(app.state.admission, link)
+        server.config.timeout_graceful_shutdown = LAST_WORDS_SECONDS
         server.should_exit = True
         await serving
         receiving.cancel()
         return 1 if link.failure is not None or not link.farewell.done() else 0
     finally:
         link.close()
+
+
+async def _drain(admission: Admission, link: EngineLink) -> None:
+    """Let accepted requests finish within their time, then cut them; who comes meanwhile is told to come back."""
+    admission.close()
+    ends = {asyncio.create_task(admission.wait_idle()), asyncio.create_task(link.hurry.wait())}
+    await asyncio.wait(ends, timeout=link.farewell.result(), return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
+    admission.cut()
 
 
 class _Server(uvicorn.Server):

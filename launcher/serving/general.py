@@ -12,6 +12,7 @@ from paceline.launcher.serving.errors import ApiError, bad_request
 from paceline.launcher.serving.exposition import CONTENT_TYPE
 from paceline.launcher.serving.prompts import Prompt, check_token_ids
 from paceline.launcher.serving.schemas import DetokenizeBody, TokenizeBody
+from paceline.launcher.serving.strict_json import StrictJsonRoute
 
 
 def watch_routes(door: Door) -> APIRouter:
@@ -92,7 +93,7 @@ def model_routes(door: Door) -> APIRouter:
 
 def token_routes(door: Door) -> APIRouter:
     """Text to token ids and back."""
-    router = APIRouter()
+    router = APIRouter(route_class=StrictJsonRoute)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:

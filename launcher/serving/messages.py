@@ -99,7 +99,10 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """To the HTTP process: take no more requests, finish those that run for at most so many seconds, and end."""
+    """To the HTTP process: take no more requests, finish those that run for at most so many seconds, and end.
+
+    A second one has it end at once.
+    """
 
     seconds: float
 
@@ -156,7 +159,8 @@ def encode(message: Message) -> bytes:
 def decode(buffer: bytes) -> Message:
     """The message that encode() made these bytes of. Raises EngineError for bytes of no message."""
     try:
-        name, *fields = msgpack.unpackb(buffer, strict_map_key=False)
+        # Tuples, since garbage collection need not look into those that hold numbers.
+        name, *fields = msgpack.unpackb(buffer, strict_map_key=False, use_list=False)
         kind = _KINDS[name]
         if kind is Submit:
             request_id, token_ids, params, priority, cache_salt = fields
@@ -223,7 +227,7 @@ def _event(fields: Sequence[Any]) -> RequestEvent:
     return RequestEvent(
         request_id,
         token_ids,
-        [TokenLogprobs(*each) for each in logprobs],
+        [TokenLogprobs(*each) for each in logprobs] if logprobs else (),
         num_prompt_tokens,
         cached_tokens,
         finish_reason,

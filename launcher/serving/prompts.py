@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -48,9 +48,35 @@ class PromptReader:
                 raise bad_request(f"chat_template_kwargs may not hold {name!r}", "chat_template_kwargs")
         if not self._tokenizer.has_chat_template:
             raise bad_request("the model has no chat template; use /v1/completions", "messages", "no_chat_template")
+        self._check_options(options)
         turns = [_turn(place, message) for place, message in enumerate(messages)]
         size = sum(len(turn["content"]) for turn in turns)
-        return Prompt(await self._run(size, "messages", lambda: self._tokenizer.encode_chat(turns, **options)))
+
+        def encode() -> Sequence[int]:
+            text = self._tokenizer.render_chat(turns, **options)
+            self._check_names(turns, text, options)
+            return self._tokenizer.encode_rendered(text)
+
+        return Prompt(await self._run(size, "messages", encode))
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise ApiError (400) for a variable that the template does not read: it would have no effect."""
+        known = self._tokenizer.template_variables() if options else None
+        for name in options:
+            if known is not None and name not in known:
+                raise bad_request(
+                    f"chat_template_kwargs holds {name!r}, which the model's chat template does not read",
+                    "chat_template_kwargs",
+                )
+
+    def _check_names(self, turns: Sequence[Mapping[str, Any]], text: str, options: Mapping[str, Any]) -> None:
+        """Raise ApiError (400) where messages have names and the text is the same without them."""
+        place = next((place for place, turn in enumerate(turns) if "name" in turn), None)
+        if place is not None:
+            nameless = [{key: value for key, value in turn.items() if key != "name"} for turn in turns]
+            if self._tokenizer.render_chat(nameless, **options) == text:
+                field = f"messages[{place}].name"
+                raise bad_request(f"{field} has no effect: the model's chat template does not show names", field)
 
     async def text(self, text: str, param: str, *, special_tokens: bool = True) -> Prompt:
         """The prompt of a plain text, by default with what the tokenizer itself puts before it (one BOS at most)."""

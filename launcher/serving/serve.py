@@ -203,7 +203,8 @@ def _text(path: Path | None) -> str | None:
 class Supervisor:
     """Looks after what goes on beside the steps: the HTTP process, and signals that end the server.
 
-    The first SIGTERM or SIGINT drains; another one, if it is no echo of the first, ends the server at once.
+    The first SIGTERM or SIGINT drains; another one, if it is no echo of the first, ends the server as soon as clients
+    were told.
     """
 
     def __init__(
@@ -221,6 +222,7 @@ class Supervisor:
         self._asked_at: float | None = None
         self._told = False
         self._second_signal: int | None = None
+        self._hurried_at: float | None = None
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
 
@@ -239,6 +241,8 @@ class Supervisor:
         """
         status = self._front.poll()
         if status is not None:
+            if self._second_signal is not None:
+                raise SystemExit(128 + self._second_signal)
             if self._told and status == 0:
                 return True
             self._loop.take_messages()  # it may have said why
@@ -252,17 +256,25 @@ class Supervisor:
         return self._is_drained(self._asked_at)
 
     def _is_drained(self, asked_at: float) -> bool:
-        if self._second_signal is not None:
-            raise SystemExit(128 + self._second_signal)
         if not self._loop.front_is_ready:
             return True  # nobody was let in
         if not self._told:
             self._told = True
             log_event(LOGGER, "draining", seconds=self._drain_seconds)
             self._loop.drain(self._drain_seconds)
+        if self._second_signal is not None:
+            self._hurry(self._second_signal)
         if time.monotonic() > asked_at + self._drain_seconds + OVERDUE_SECONDS:
             raise EngineError(f"the HTTP process did not end {OVERDUE_SECONDS:g} s after --drain-timeout")
         return False
+
+    def _hurry(self, second_signal: int) -> None:
+        """Have the HTTP process tell its clients that they are cut off, and end; for a moment, it is waited for."""
+        if self._hurried_at is None:
+            self._hurried_at = time.monotonic()
+            self._loop.drain(0)
+        if time.monotonic() > self._hurried_at + OVERDUE_SECONDS:
+            raise SystemExit(128 + second_signal)
 
 
 def _status_text(status: int) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.launcher.byte_level import bytes_of, decoder_kinds
 from paceline.launcher.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -18,7 +18,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend: Any = tokenizer.backend
         self._known: dict[int, tuple[str, bytes]] = {}
-        self._byte_level = self._backend is not None and _is_byte_level(self._backend)
+        self._byte_level = self._backend is not None and "ByteLevel" in decoder_kinds(self._backend)
         self._added = {} if self._backend is None else dict(self._backend.added_tokens_decoder)
 
     def __getitem__(self, token_id: int) -> tuple[str, bytes]:
@@ -45,28 +45,10 @@ class TokenTexts:
         if token is None:  # models have more output ids than their tokenizers have tokens
             return b""
         if self._byte_level:
-            return bytes(_BYTE_OF[character] for character in token if character in _BYTE_OF)
+            return bytes_of(token)
         if byte := _BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(byte[1])
         return str(token).replace("\u2581", " ").encode()
-
-
-def _is_byte_level(backend: Any) -> bool:
-    """Whether the tokenizer writes bytes as GPT-2's did, one character a byte."""
-    if not backend.is_fast or backend.backend_tokenizer.decoder is None:
-        return False
-    decoder = json.loads(backend.backend_tokenizer.decoder.__getstate__())
-    return "ByteLevel" in [decoder["type"], *(each["type"] for each in decoder.get("decoders", ()))]
-
-
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for U+0100 and up, in their order."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_characters()
 
 
 def finite(logprob: float) -> float:

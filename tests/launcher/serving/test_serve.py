@@ -140,6 +140,58 @@ def test_a_signal_lets_running_requests_finish(serve: Callable[..., Server], tp:
         httpx.get(f"{server.url}/health")
 
 
+def stream(server: Server, **fields: Any) -> tuple[int, list[dict[str, Any]]]:
+    """Status and events of a streamed answer, which [DONE] ends."""
+    body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True, **fields}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    if answer.status_code == 200:
+        assert events.pop() == "[DONE]"
+    return answer.status_code, [json.loads(event) for event in events]
+
+
+def test_b60_while_it_drains_streams_go_on_and_who_comes_is_told_to_come_back(serve: Callable[..., Server]) -> None:
+    server = serve("--max-num-seqs", "10").wait_ready()
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        streams = [pool.submit(stream, server, max_tokens=300) for _ in range(20)]
+        while httpx.get(f"{server.url}/v1/load").json()["accepted"] < 20:
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        while httpx.get(f"{server.url}/ready").status_code == 200:
+            time.sleep(0.01)
+        for answer in (
+            httpx.post(f"{server.url}/v1/completions", json={"prompt": PROMPT}),
+            httpx.get(f"{server.url}/ready"),
+        ):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+            assert int(answer.headers["retry-after"]) >= 1
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        for status, events in (each.result() for each in streams):
+            assert status == 200
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.end() == (0, "")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_b60_streams_that_are_cut_off_are_told(serve: Callable[..., Server], again: bool) -> None:
+    """At once with a drain timeout of 0, and by a second signal."""
+    server = serve("--drain-timeout", "60" if again else "0", "--max-num-seqs", "10").wait_ready()
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        streams = [pool.submit(stream, server, max_tokens=500, n=16) for _ in range(20)]
+        while httpx.get(f"{server.url}/v1/load").json()["accepted"] < 320:
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        if again:
+            time.sleep(1)  # sooner it would count as an echo
+            assert not any(each.done() for each in streams)
+            server.process.send_signal(signal.SIGTERM)
+        for status, events in (each.result(timeout=10) for each in streams):
+            # Those that had no token yet are told by the status.
+            assert status in (200, 503)
+            assert events[-1]["error"]["code"] == "shutting_down"
+    assert server.end(timeout=10)[0] == (128 + signal.SIGTERM if again else 0)
+
+
 def test_ctrl_c_ends_an_idle_server(serve: Callable[..., Server]) -> None:
     server = serve().wait_ready()
     server.process.send_signal(signal.SIGINT)
