@@ -9,6 +9,8 @@ Usage: ./launch.sh [COMMAND] [ARGUMENT …]
   (none)             the same as generate
   generate PROMPT …  answer prompts, or a first question; --tp N splits the model over N ranks, one a GPU by default
   serve [MODEL]      answer OpenAI's API over HTTP; --tp N as for generate
+  chat [MODEL]       talk with a model in the terminal, or with a server: --url URL
+  batch IN OUT       answer a file of requests in OpenAI's batch format, resumable; --url URL for a server
   verify MODEL …     check a model's shards against its checkpoint, or show what each rank would hold
   test …             style, types and tests; arguments go to pytest
   bench serve …      load against any OpenAI-compatible server: latencies, goodput, tokens a second

@@ -85,6 +85,11 @@ class LocalServer:
     ) -> None:
         self._end()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine is gone; `failure` then says why."""
+        return self._process is None or self._process.poll() is not None
+
     def failure(self) -> EngineError | InputError:
         """Why it ended: its own last line. For when it does not answer any more."""
         if self._process is None or self._reader is None:

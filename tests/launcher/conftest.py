@@ -102,13 +102,13 @@ class StubServer:
             self.running += 1
             self.most_running = max(self.running, self.most_running)
             try:
-                await self._answer(send, body)
+                await self._answer(receive, send, body)
             finally:
                 self.running -= 1
         else:
             await self._whole(send, 404, {"error": {"message": "no such path", "code": "unknown_url"}})
 
-    async def _answer(self, send: Any, body: dict[str, Any]) -> None:
+    async def _answer(self, receive: Any, send: Any, body: dict[str, Any]) -> None:
         fields = body.keys() | (body.get("stream_options") or {}).keys()
         for field in sorted(self.refused & fields):
             await self._whole(send, 400, {"error": {"message": f"unknown field {field!r}", "param": field}})
@@ -122,10 +122,14 @@ class StubServer:
         else:
             head = [(b"content-type", b"text/event-stream")]
             await send({"type": "http.response.start", "status": 200, "headers": head})
+            leaving = asyncio.ensure_future(receive())
             for event in answer:
                 await asyncio.sleep(self.pause)
+                if leaving.done():
+                    return
                 data = f"data: {json.dumps(event) if isinstance(event, dict) else event}\n\n".encode()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+            leaving.cancel()
             await send({"type": "http.response.body", "body": b""})
 
     async def _whole(self, send: Any, status: int, content: Any) -> None:
