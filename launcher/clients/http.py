@@ -105,11 +105,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
-            self._fail("answer is no HTTP")
-        except Exception as error:  # of on_body: it must reach whoever waits, not the event loop's log
-            if self._done is not None and not self._done.done():
-                self._done.set_exception(error)
-            self.close()
+            self._fail(TransportError("answer is no HTTP"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
@@ -117,7 +113,7 @@ class _Connection(asyncio.Protocol):
         if error is None and self._response.status and not {"content-length", "transfer-encoding"} & headers.keys():
             self.on_message_complete()  # such an answer ends where the connection does
         else:
-            self._fail("connection closed before the end of the answer")
+            self._fail(TransportError("connection closed before the end of the answer"))
 
     # What httptools calls.
 
@@ -128,10 +124,13 @@ class _Connection(asyncio.Protocol):
         self._response.status = self._parser.get_status_code()
 
     def on_body(self, data: bytes) -> None:
-        if self._on_body is not None and self._response.status == 200:
-            self._on_body(data)
-        else:
+        if self._on_body is None or self._response.status != 200:
             self._pieces.append(data)
+            return
+        try:
+            self._on_body(data)
+        except Exception as error:  # it must reach whoever waits, and would not through the parser
+            self._fail(error)
 
     def on_message_complete(self) -> None:
         if self._done is not None and not self._done.done():
@@ -139,9 +138,9 @@ class _Connection(asyncio.Protocol):
             self.closed = self.closed or not self._parser.should_keep_alive()
             self._done.set_result(self._response)
 
-    def _fail(self, kind: str) -> None:
+    def _fail(self, error: Exception) -> None:
         if self._done is not None and not self._done.done():
-            self._done.set_exception(TransportError(kind))
+            self._done.set_exception(error)
         self.close()
 
 
