@@ -9,8 +9,11 @@ Usage: ./launch.sh [COMMAND] [ARGUMENT …]
   (none)             the same as generate
   generate PROMPT …  answer prompts, or a first question; --tp N splits the model over N ranks, one a GPU by default
   serve [MODEL]      answer OpenAI's API over HTTP; --tp N as for generate
+  chat [MODEL]       talk with a model in the terminal, or with a server: --url URL
+  batch IN OUT       answer a file of requests in OpenAI's batch format, resumable; --url URL for a server
   verify MODEL …     check a model's shards against its checkpoint, or show what each rank would hold
   test …             style, types and tests; arguments go to pytest
+  bench serve …      load against any OpenAI-compatible server: latencies, goodput, tokens a second
   bench NAME …       run benchmarks/NAME.py
   setup              set up only
   COMMAND --help     the options of a command; other commands go to `python -m paceline.launcher`
@@ -124,7 +127,7 @@ run_benchmark() {
         for file in "$root"/benchmarks/*.py; do
             ! is_benchmark "$file" || known+=("$(basename -s .py -- "$file")")
         done
-        fail "bench needs the name of a benchmark: ${known[*]}"
+        fail "bench needs serve, or the name of a benchmark: ${known[*]}"
     fi
     # Benchmarks import the helpers beside them, which PYTHONSAFEPATH alone would hide.
     export PYTHONPATH="$root/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
@@ -146,7 +149,10 @@ fi
 case "${1:-}" in
     setup) ;;
     test) run_tests "${@:2}" ;;
-    bench) run_benchmark "${@:2}" ;;
+    bench)
+        [[ "${2:-}" != serve ]] || exec "$python" -m paceline.launcher.start "$@"
+        run_benchmark "${@:2}"
+        ;;
     "") exec "$python" -m paceline.launcher.start generate ;;
     *) exec "$python" -m paceline.launcher.start "$@" ;;
 esac

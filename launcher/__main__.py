@@ -9,6 +9,8 @@ import time
 
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.launcher import generate, verify
+from paceline.launcher.bench import serve as bench_serve
+from paceline.launcher.clients import batch, chat
 from paceline.launcher.options import OneLineParser
 from paceline.launcher.serving import serve
 
@@ -37,6 +39,9 @@ def run(argv: list[str]) -> int:
         generate.add_parser(commands)
         serve.add_parser(commands)
         verify.add_parser(commands)
+        chat.add_parser(commands)
+        batch.add_parser(commands)
+        bench_serve.add_parser(commands, OneLineParser)
         if rank > 0 and {"-h", "--help"} & set(argv):
             return 0  # rank 0 prints it
         arguments = parser.parse_args(argv)

@@ -27,6 +27,8 @@ SHUTDOWN_SECONDS = 10
 """How long ranks may take to end once one of them has failed or a signal came; then torchrun kills them."""
 RANK_PER_GPU_COMMANDS = ("generate", "serve")
 """Commands that take all GPUs there are unless --tp says otherwise: those that run the engine to answer somebody."""
+CLIENT_COMMANDS = ("chat", "batch", "bench")
+"""Commands that are no ranks themselves: one that wants an engine of its own starts `serve` for it."""
 USAGE_ERROR = 2
 """Exit code for arguments that cannot be carried out."""
 
@@ -62,10 +64,12 @@ def number_of_ranks(arguments: Sequence[str], count_gpus: Callable[[], int]) -> 
     """--tp (--tensor-parallel-size) where it is given anywhere; else 1, or for those commands a rank for each GPU.
 
     arguments: those of the program, a leading command or --script FILE included. Help, and --device cpu, take one rank
-    unless --tp is given; `verify` takes one for several numbers or the config alone. Raises InputError where --tp is no
-    positive whole number.
+    unless --tp is given; `verify` takes one for several numbers or the config alone, and CLIENT_COMMANDS always do.
+    Raises InputError where --tp is no positive whole number.
     """
     command = arguments[0] if arguments else ""
+    if command in CLIENT_COMMANDS:
+        return 1
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tp", "--tensor-parallel-size", dest="tp")
     parser.add_argument("--device")

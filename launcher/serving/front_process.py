@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import resource
 import signal
 import socket
 import sys
@@ -22,6 +21,7 @@ import uvloop
 
 from paceline.coordinator.errors import InputError
 from paceline.launcher.json_log import log_as_json
+from paceline.launcher.open_files import allow_open_files
 from paceline.launcher.serving.admission import Admission
 from paceline.launcher.serving.app import create_app
 from paceline.launcher.serving.children import read_settings, wait_for_parent_end
@@ -29,9 +29,6 @@ from paceline.launcher.serving.engine_link import LAST_WORDS_SECONDS, EngineLink
 from paceline.launcher.serving.messages import FrontFailed, FrontReady
 from paceline.launcher.serving.settings import ServerSettings
 from paceline.launcher.tokenizer import Tokenizer
-
-MOST_OPEN_FILES = 65_536
-"""A connection is an open file; many systems allow 1,024 unless a process asks for more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +60,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_as_json()
-    _allow_open_files()
+    allow_open_files()
     settings = FrontSettings.from_json(read_settings())
     return uvloop.run(serve(settings))
 
@@ -145,13 +142,6 @@ def _watch_parent(link: EngineLink) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _allow_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

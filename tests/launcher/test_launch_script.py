@@ -183,11 +183,17 @@ def test_benchmarks_run_under_the_same_start(checkout: Checkout) -> None:
     assert output == f"{start}ran [--script]ran [{script}]ran [--tp]ran [2]ran [1]\n"
 
 
+def test_bench_serve_is_a_command_of_the_launcher(checkout: Checkout) -> None:
+    output = checkout.run("bench", "serve", "--rate", "1")[1]
+    start = "ran [-m]ran [paceline.launcher.start]"
+    assert output == f"{start}ran [bench]ran [serve]ran [--rate]ran [1]ran [1]\n"
+
+
 @pytest.mark.parametrize("name", [[], ["nothing"], ["../launch"], ["timing"]])
 def test_an_unknown_benchmark_names_the_known(checkout: Checkout, name: list[str]) -> None:
     code, _, errors = checkout.run("bench", *name)
     assert code == 1
-    assert errors.splitlines()[-1] == "launch.sh: bench needs the name of a benchmark: decode"
+    assert errors.splitlines()[-1] == "launch.sh: bench needs serve, or the name of a benchmark: decode"
 
 
 def test_help_needs_no_set_up(checkout: Checkout) -> None:
