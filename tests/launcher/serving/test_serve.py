@@ -360,8 +360,9 @@ def test_operators_see_what_clients_got(serve: Callable[..., Server]) -> None:
             )
             assert all(during[f'paceline_rank_heartbeat_age_seconds{{rank="{rank}"}}'] < 60 for rank in range(2))
         usages = [future.result()["usage"] for future in running]
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json={"prompt": PROMPT, "n": 40, "max_tokens": 150}, timeout=0.3)
+    endless = {"prompt": PROMPT, "n": 40, "max_tokens": 180, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=endless, timeout=60) as answer:
+        next(answer.iter_lines())  # and leave
     for body in ({"prompt": PROMPT, "top_p": 2}, {"prompt": PROMPT, "n": 49}):
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 400
     while not at_rest(got := numbers(server)):
@@ -398,5 +399,6 @@ def test_operators_see_what_clients_got(serve: Callable[..., Server]) -> None:
         "stopped",
     ]
     lines = [line for line in server.log if line["event"] == "request"]
-    assert sorted(line["status"] for line in lines) == [200] * 10 + [400, 400, 499]
-    assert sum(line.get("completion_tokens", 0) for line in lines if line["status"] == 200) == 600
+    assert sorted(line["status"] for line in lines) == [200] * 11 + [400, 400]
+    assert [line["error"] for line in lines if line["status"] == 200 and "error" in line] == ["the client left"]
+    assert sum(line["completion_tokens"] for line in lines if line["status"] == 200 and "error" not in line) == 600
