@@ -17,6 +17,7 @@ from paceline.coordinator.prefix_cache import PrefixCache, PrefixChain
 from paceline.coordinator.request import Request, Status, check_prompt, resolve_sampling, resolve_stop_ids
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.coordinator.scheduler import ScheduledStep, Scheduler
+from paceline.coordinator.view import MOST_WAITING_SHOWN, STEPS_REMEMBERED, EngineView, StepLine, line_of
 
 MAX_IN_FLIGHT = 2
 """Steps submitted and not yet collected: one that runs, and one queued behind it."""
@@ -43,6 +44,7 @@ class Coordinator:
         )
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[ScheduledStep] = deque()
+        self._steps: deque[StepLine] = deque(maxlen=STEPS_REMEMBERED)
         self._events: list[RequestEvent] = []
         self._num_arrived = 0
         self._generated_tokens = 0
@@ -136,6 +138,19 @@ class Coordinator:
             finished=dict(self._finished),
         )
 
+    def view(self) -> EngineView:
+        """What goes on, for people who watch: a copy, whose making costs a memcpy of the block holders and a line for
+        each request shown, and never a loop over tokens or blocks."""
+        scheduler, now = self._scheduler, self._clock()
+        shown = (*scheduler.running, *scheduler.waiting[:MOST_WAITING_SHOWN])
+        return EngineView(
+            taken=now,
+            stats=self.stats(),
+            block_holders=scheduler.blocks.block_holders[:],
+            requests=[line_of(request, now) for request in shown],
+            steps=list(self._steps),
+        )
+
     def check_invariants(self) -> None:
         """Raise AssertionError where the bookkeeping contradicts itself; costs O(blocks), for tests."""
         self._scheduler.check_invariants()
@@ -148,6 +163,7 @@ class Coordinator:
                 raise EngineError("no request can go on and no step is in flight: the scheduler is stuck, restart")
             return False
         self._in_flight.append(scheduled)
+        self._steps.append(scheduled.line)
         self._executor.submit(scheduled.plan)
         return True
 

@@ -19,6 +19,7 @@ from paceline.coordinator.errors import EngineError, InputError
 from paceline.coordinator.events import CoordinatorStats, RequestEvent, RequestTimings
 from paceline.coordinator.messages import TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
+from paceline.coordinator.view import EngineView, RequestLine, StepLine
 from paceline.launcher.serving.engine_api import EngineInfo
 
 
@@ -43,6 +44,13 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class AskStats:
     """To the engine: answer with Stats of the same number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskView:
+    """To the engine: answer with View of the same number."""
 
     number: int
 
@@ -90,6 +98,14 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class View:
+    """To the HTTP process: the answer to AskView."""
+
+    number: int
+    view: EngineView
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFailed:
     """To the HTTP process: the engine ends, and all its requests with it."""
 
@@ -104,7 +120,19 @@ class Drain:
 
 
 Message = (
-    Submit | Abort | AskStats | FrontReady | FrontFailed | EngineReady | News | Refused | Stats | EngineFailed | Drain
+    Submit
+    | Abort
+    | AskStats
+    | AskView
+    | FrontReady
+    | FrontFailed
+    | EngineReady
+    | News
+    | Refused
+    | Stats
+    | View
+    | EngineFailed
+    | Drain
 )
 
 _KINDS: dict[str, Any] = {
@@ -113,12 +141,14 @@ _KINDS: dict[str, Any] = {
         Submit,
         Abort,
         AskStats,
+        AskView,
         FrontReady,
         FrontFailed,
         EngineReady,
         News,
         Refused,
         Stats,
+        View,
         EngineFailed,
         Drain,
     )
@@ -143,6 +173,11 @@ def encode(message: Message) -> bytes:
             fields = (dataclasses.astuple(message.info),)
         case Stats():
             fields = (message.number, dataclasses.astuple(message.stats))
+        case View():
+            view = message.view
+            stats = dataclasses.astuple(view.stats)
+            # Requests and steps are tuples already.
+            fields = (message.number, view.taken, stats, view.block_holders.tobytes(), view.requests, view.steps)
         case _:
             fields = dataclasses.astuple(message)
     # What the engine says of a failure may hold anything; a request's texts must be as they were given.
@@ -162,14 +197,32 @@ def decode(buffer: bytes) -> Message:
             return News([_event(item) for item in fields[0]])
         if kind is EngineReady:
             info = EngineInfo(*fields[0])
-            return EngineReady(dataclasses.replace(info, end_ids=tuple(info.end_ids)))
+            return EngineReady(dataclasses.replace(info, end_ids=tuple(info.end_ids), devices=tuple(info.devices)))
         if kind is Stats:
-            number, (waiting, running, blocks, *rest) = fields
-            return Stats(number, CoordinatorStats(waiting, running, BlockUsage(*blocks), *rest))
+            return Stats(fields[0], _stats(fields[1]))
+        if kind is View:
+            return View(fields[0], _view(*fields[1:]))
         message: Message = kind(*fields)
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise EngineError(f"a message between the HTTP process and the engine cannot be read: {error}") from error
     return message
+
+
+def _stats(fields: Sequence[Any]) -> CoordinatorStats:
+    waiting, running, blocks, *rest = fields
+    return CoordinatorStats(waiting, running, BlockUsage(*blocks), *rest)
+
+
+def _view(
+    taken: float, stats: Sequence[Any], holders: bytes, requests: Sequence[Any], steps: Sequence[Any]
+) -> EngineView:
+    return EngineView(
+        taken,
+        _stats(stats),
+        array("i", holders),
+        [RequestLine(*each) for each in requests],
+        [StepLine(*each) for each in steps],
+    )
 
 
 def _packed(fields: Sequence[object], *, unicode_errors: str) -> bytes:
