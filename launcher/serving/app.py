@@ -17,8 +17,10 @@ from paceline.launcher.serving.engine_api import EngineApi
 from paceline.launcher.serving.errors import to_api_error
 from paceline.launcher.serving.gate import Gate
 from paceline.launcher.serving.general import model_routes, token_routes, watch_routes
+from paceline.launcher.serving.page_files import page_routes
 from paceline.launcher.serving.record import record_of
 from paceline.launcher.serving.settings import ServerSettings
+from paceline.launcher.serving.watching import engine_routes
 from paceline.launcher.tokenizer import Tokenizer
 
 
@@ -28,12 +30,16 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
     # FastAPI's pages of documentation load scripts from other hosts, so only the description itself is served.
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = door.admission
-    for routes in (chat_routes, completion_routes, model_routes, token_routes, watch_routes):
+    for routes in (chat_routes, completion_routes, model_routes, token_routes, watch_routes, engine_routes):
         app.include_router(routes(door))
+    page = page_routes()
+    app.router.routes.extend(page)
+    page_paths = frozenset(route.path for route in page)
     # All other exceptions reach the gate by themselves.
     app.add_exception_handler(RequestValidationError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
-    app.add_middleware(Gate, settings=settings, metrics=door.metrics, paths=frozenset(app.openapi()["paths"]))
+    paths = frozenset(app.openapi()["paths"]) | page_paths
+    app.add_middleware(Gate, settings=settings, metrics=door.metrics, paths=paths, page_paths=page_paths)
     if settings.cors_origins:
         # The last one added is the outermost: a page may read a refusal too, and a preflight needs no key.
         app.add_middleware(

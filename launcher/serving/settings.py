@@ -24,11 +24,13 @@ class ServerSettings:
     """Seconds after which a request is ended with an error, its waiting time included; None is no limit."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the server from a browser, or ("*",) for all; none unless given."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Hosts that requests may be addressed to beside this machine's own; without any, they may be to all."""
     log_prompts: bool = False
     """Whether the log lines of requests hold their prompts."""
 
     def __post_init__(self) -> None:
-        for name in ("model_names", "api_keys", "cors_origins"):
+        for name in ("model_names", "api_keys", "cors_origins", "allowed_hosts"):
             texts = getattr(self, name)
             if not isinstance(texts, tuple) or not all(isinstance(text, str) and text for text in texts):
                 # The values themselves are not shown: keys are among them.
