@@ -8,6 +8,7 @@ import time
 from array import array
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter
 
 from paceline.coordinator.block_manager import CACHED, FREE, SHARED
@@ -68,19 +69,18 @@ def block_map(holders: array[int], block_size: int) -> dict[str, Any]:
     of these by several requests, how many are cached, and the slot of the one request that holds all that are used.
     """
     per_cell = -(-len(holders) // MOST_CELLS)
-    runs: list[list[int | None]] = []
-    for start in range(0, len(holders), per_cell):
-        cell = _cell(holders[start : start + per_cell])
-        if runs and runs[-1][1:] == cell:
-            runs[-1][0] += 1  # type: ignore[operator]
-        else:
-            runs.append([1, *cell])
+    missing = -len(holders) % per_cell
+    blocks = np.pad(np.frombuffer(holders, np.int32), (0, missing), constant_values=FREE).reshape(-1, per_cell)
+    shared, cached = blocks == SHARED, blocks == CACHED
+    used = (blocks >= 0) | shared
+    first = np.where(used, blocks, np.iinfo(np.int32).max).min(1)
+    last = np.where(used, blocks, np.iinfo(np.int32).min).max(1)
+    slots = np.where((first == last) & (first >= 0), first, -1)
+    cells = np.stack([used.sum(1), shared.sum(1), cached.sum(1), slots], axis=1)
+    starts = np.flatnonzero(np.append(True, (cells[1:] != cells[:-1]).any(1)))
+    lengths = np.diff(np.append(starts, len(cells)))
+    runs = [
+        [length, *counts, None if slot < 0 else slot]
+        for length, (*counts, slot) in zip(lengths.tolist(), cells[starts].tolist(), strict=True)
+    ]
     return {"number": len(holders), "block_size": block_size, "blocks_per_cell": per_cell, "runs": runs}
-
-
-def _cell(holders: array[int]) -> list[int | None]:
-    cached, shared = holders.count(CACHED), holders.count(SHARED)
-    used = len(holders) - holders.count(FREE) - cached
-    slots = {*holders} - {FREE, CACHED} if used else set()
-    slot = slots.pop() if len(slots) == 1 else SHARED
-    return [used, shared, cached, None if slot == SHARED else slot]

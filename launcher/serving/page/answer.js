@@ -47,7 +47,7 @@ export class AnswerView {
     this.reasoning = make("details", { class: "reasoning" }, make("summary", { text: "Reasoning" }), make("div"));
     this.error = make("p", { class: "error", role: "alert" });
     this.facts = make("span", { class: "facts" });
-    const copy = make("button", { class: "quiet", type: "button", text: "Copy", onclick: () => copyText(message.content, copy) });
+    const copy = (this.copy = make("button", { class: "quiet", type: "button", text: "Copy", onclick: () => copyText(message.content, copy) }));
     const again = make("button", { class: "quiet", type: "button", text: "Regenerate", onclick: () => actions.regenerate() });
     this.foot = make("div", { class: "foot" }, copy, again, this.facts);
     this.element = make("article", { class: "message assistant", "aria-label": "Answer" }, this.reasoning, this.text, this.error, this.foot);
@@ -66,6 +66,7 @@ export class AnswerView {
     show(this.error, Boolean(message.error));
     this.error.textContent = message.error ?? "";
     show(this.foot, !running);
+    show(this.copy, Boolean(message.content));
     this.facts.textContent = factsOf(message);
   }
 

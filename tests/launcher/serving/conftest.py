@@ -254,9 +254,9 @@ CHROMIUM_SWITCHES = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-fi
 CHROMIUM_SWITCHES += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """Headless Chromium, the system's own."""
+    """Headless Chromium, the system's own. While it is there no other event loop can run in its thread."""
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next((found for name in names if (found := shutil.which(name)) is not None), None)
     if path is None:

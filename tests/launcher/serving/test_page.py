@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 pytestmark = pytest.mark.browser
 
@@ -225,6 +227,24 @@ def test_failures_are_told_in_words(served: Any, in_a_thread: Host, open_page: O
     expect(page.locator("#engine-notice")).to_contain_text("the engine has failed")
 
 
+def test_reasoning_is_folded_and_a_broken_stream_says_so(served: Any, in_a_thread: Host, open_page: OpenPage) -> None:
+    deltas = [{"reasoning_content": "Let me <b>think</b>."}, {"reasoning_content": " Yes."}, {"content": "42"}]
+    events = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\r\n\r\n" for delta in deltas]
+    error = f"data: {json.dumps({'error': {'message': 'rank 1 is gone', 'param': None}})}\n\ndata: [DONE]\n\n"
+    page = open_page(in_a_thread(served.app))
+    for ending, words in ((error, "rank 1 is gone"), ("", "The connection ended before the answer did.")):
+        page.route("**/v1/chat/completions", partial(Route.fulfill, body="".join(events) + ending))
+        send(page, "hi")
+        finish(page)
+        answer = page.get_by_role("article", name="Answer").last
+        expect(answer.locator(".markdown")).to_have_text("42")
+        expect(answer.get_by_role("alert")).to_have_text(words)
+        reasoning = answer.locator(".reasoning div")
+        expect(reasoning).to_be_hidden()
+        answer.get_by_text("Reasoning").click()
+        expect(reasoning).to_have_text("Let me <b>think</b>. Yes.")
+
+
 def test_a_key_is_asked_for_and_kept_for_the_tab(serve: Any, in_a_thread: Host, open_page: OpenPage) -> None:
     served = serve(api_keys=(KEY,))
     served.engine.script = served.ids("let in")
@@ -270,12 +290,10 @@ def test_the_engine_view_draws_blocks_and_requests(served: Any, in_a_thread: Hos
     expect(row).to_have_count(1)
     expect(row.locator("code")).to_have_attribute("title", request_id)
     expect(page.locator("#ranks")).to_contain_text("cpu · 2 threads")
-    box = blocks.bounding_box()
-    assert box is not None
-    columns = blocks.evaluate("canvas => canvas.clientWidth")
-    size = next(size for size in (16, 14, 12, 10) if -(-1024 // (columns // size)) * size <= 240)
-    place = divmod(1023, columns // size)
-    page.mouse.move(box["x"] + (place[1] + 0.5) * size, box["y"] + (place[0] + 0.5) * size)
+    width = blocks.evaluate("canvas => canvas.clientWidth")
+    side = next(side for side in (16, 14, 12, 10) if -(-1024 // (width // side)) * side <= 240)
+    down, right = divmod(1023, width // side)
+    blocks.hover(position={"x": (right + 0.5) * side, "y": (down + 0.5) * side})
     expect(page.locator("#blocks-readout")).to_have_text(f"Block 1023: used by {request_id}")
     expect(row).to_have_class("lit")
     taken = served.engine.views_taken
