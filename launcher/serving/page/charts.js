@@ -7,28 +7,22 @@ const HEIGHT = 150;
 const LABELS = 14;
 const BAR = 4;
 
-/** Lines over the last `span` seconds. series: [{colour, values}], parallel to times, which end now. */
-export function drawRates(canvas, times, series, span) {
-  const { context, width, height } = begin(canvas, HEIGHT);
-  const top = roundUp(Math.max(1, ...series.flatMap(({ values }) => values)));
-  const room = height - LABELS;
+/** Areas over the last `span` seconds, the first value upwards, the second downwards, each in a scale of its own.
+    times: ascending, the last of them now; values: of each. */
+export function drawRates(canvas, times, upwards, downwards, span) {
+  const frame = mirrored(canvas, Math.max(1, ...upwards), Math.max(1, ...downwards));
+  const { context, width, middle, room } = frame;
   const x = (time) => width * (1 - (times.at(-1) - time) / span);
-  const y = (value) => room - (value / top) * (room - LABELS);
-  grid(context, width, [[y(top), number(top)], [y(top / 2), number(top / 2)], [room, ""]]);
-  label(context, 0, height - 2, `${span} s ago`, "start");
-  label(context, width, height - 2, "now", "end");
-  for (const { colour: name, values } of series) {
+  for (const [values, most, sign, name] of [[upwards, frame.up, -1, "used"], [downwards, frame.down, 1, "prompt"]]) {
     context.beginPath();
-    values.forEach((value, index) => context.lineTo(x(times[index]), y(value)));
-    context.strokeStyle = colour(name);
+    values.forEach((value, index) => context.lineTo(x(times[index]), middle + sign * (value / most) * room));
+    context.strokeStyle = context.fillStyle = colour(name);
     context.lineWidth = 2;
     context.lineJoin = "round";
     context.stroke();
-    if (values.length < 2) continue;
-    context.lineTo(width, room);
-    context.lineTo(x(times[0]), room);
-    context.globalAlpha = 0.12;
-    context.fillStyle = colour(name);
+    context.lineTo(width, middle);
+    context.lineTo(x(times[0]), middle);
+    context.globalAlpha = 0.15;
     context.fill();
     context.globalAlpha = 1;
   }
@@ -36,19 +30,34 @@ export function drawRates(canvas, times, series, span) {
 
 /** Bars for the latest steps: decoded tokens upwards, prompt tokens downwards, each in a scale of its own. */
 export function drawSteps(canvas, steps) {
-  const { context, width, height } = begin(canvas, HEIGHT);
-  const shown = steps.slice(-Math.floor(width / BAR));
-  const most = (field) => roundUp(Math.max(1, ...shown.map((step) => step[field])));
-  const [decodes, prompts] = [most("decode_tokens"), most("prompt_tokens")];
-  const middle = height / 2;
-  const room = middle - LABELS;
-  grid(context, width, [[middle - room, number(decodes)], [middle, ""], [middle + room, ""]]);
-  label(context, 0, middle + room + LABELS - 2, number(prompts), "start");
+  const shown = steps.slice(-Math.floor(canvas.clientWidth / BAR));
+  const most = (field) => Math.max(1, ...shown.map((step) => step[field]));
+  const { context, width, middle, room, up, down } = mirrored(canvas, most("decode_tokens"), most("prompt_tokens"));
   shown.forEach((step, index) => {
     const left = width - (shown.length - index) * BAR;
-    bar(context, left, middle, -(step.decode_tokens / decodes) * room, "used");
-    bar(context, left, middle, (step.prompt_tokens / prompts) * room, "prompt");
+    bar(context, left, middle, -(step.decode_tokens / up) * room, "used");
+    bar(context, left, middle, (step.prompt_tokens / down) * room, "prompt");
   });
+}
+
+/** A chart with an axis in its middle, and room for so much upwards and so much downwards. */
+function mirrored(canvas, up, down) {
+  const { context, width, height } = begin(canvas, HEIGHT);
+  const [middle, room] = [height / 2, height / 2 - LABELS];
+  [up, down] = [roundUp(up), roundUp(down)];
+  context.strokeStyle = colour("line");
+  context.lineWidth = 1;
+  for (const y of [middle - room, middle, middle + room]) {
+    context.beginPath();
+    context.moveTo(0, Math.round(y) - 0.5);
+    context.lineTo(width, Math.round(y) - 0.5);
+    context.stroke();
+  }
+  context.fillStyle = colour("faint");
+  context.font = "11px system-ui, sans-serif";
+  context.fillText(number(up), 0, middle - room - 3);
+  context.fillText(number(down), 0, middle + room + LABELS - 2);
+  return { context, width, middle, room, up, down };
 }
 
 /** The step whose bar is at this place, if there is one. */
@@ -61,23 +70,4 @@ function bar(context, left, from, length, name) {
   const size = Math.sign(length) * Math.max(1.5, Math.abs(length)); // one token among thousands is still seen
   context.fillStyle = colour(name);
   context.fillRect(left, from, BAR - 1, size);
-}
-
-function grid(context, width, lines) {
-  context.strokeStyle = colour("line");
-  context.lineWidth = 1;
-  for (const [y, text] of lines) {
-    context.beginPath();
-    context.moveTo(0, Math.round(y) - 0.5);
-    context.lineTo(width, Math.round(y) - 0.5);
-    context.stroke();
-    label(context, 0, y - 3, text, "start");
-  }
-}
-
-function label(context, x, y, text, align) {
-  context.fillStyle = colour("faint");
-  context.font = "11px system-ui, sans-serif";
-  context.textAlign = align;
-  context.fillText(text, x, y);
 }

@@ -21,7 +21,7 @@ export class EngineView {
     this.stepPlace = null;
     this.slots = new Map();
     this.map = new BlockMap(byId("blocks"), byId("blocks-readout"), (slot) => this.light(slot));
-    legend("rates-legend", [["used", "generated"], ["prompt", "prompt, without what was cached"]]);
+    legend("rates-legend", [["used", "generated, upwards"], ["prompt", "prompt tokens that were not cached, downwards"]]);
     legend("steps-legend", [["used", "decoded tokens, upwards"], ["prompt", "prompt tokens, downwards"]]);
     document.addEventListener("visibilitychange", () => this.poll());
     addEventListener("resize", () => this.draw());
@@ -90,12 +90,12 @@ export class EngineView {
     if (!this.state || byId("engine").hidden) return;
     const { stats, blocks, steps, requests, ranks } = this.state;
     this.showFigures(stats);
-    const series = [
-      { colour: "prompt", values: this.samples.map((sample) => sample.promptRate) },
-      { colour: "used", values: this.samples.map((sample) => sample.generatedRate) },
-    ];
-    drawRates(byId("rates"), this.samples.map((sample) => sample.taken), series, SPAN_SECONDS);
-    byId("rates").setAttribute("aria-label", `Now ${number(series[1].values.at(-1))} generated and ${number(series[0].values.at(-1))} prompt tokens per second`);
+    const values = (name) => this.samples.map((sample) => sample[name]);
+    drawRates(byId("rates"), values("taken"), values("generatedRate"), values("promptRate"), SPAN_SECONDS);
+    const { generatedRate, promptRate } = this.samples.at(-1);
+    const rates = `Now ${number(generatedRate)} generated and ${number(promptRate)} prompt tokens per second`;
+    byId("rates").setAttribute("aria-label", rates);
+    byId("rates-readout").textContent = rates;
     drawSteps(byId("steps"), steps);
     byId("steps").setAttribute("aria-label", "Tokens of the latest steps");
     this.pointAtStep(this.stepPlace);
