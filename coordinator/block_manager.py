@@ -7,11 +7,15 @@ was released longest ago. All operations cost O(1) a block.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.coordinator.prefix_cache import PrefixCache, PrefixChain, PrefixMatch
+
+FREE, CACHED, SHARED = -1, -2, -3
+"""What stands in `holders` for a block that is not held by one request alone."""
 
 
 @dataclass(slots=True)
@@ -20,6 +24,8 @@ class BlockTable:
 
     chain: PrefixChain
     block_ids: list[int] = field(default_factory=list)
+    slot: int = 0
+    """Of the request, while it holds blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,9 @@ class BlockManager:
         self._free = list(range(num_blocks - 1, -1, -1))
         # An OrderedDict is a doubly linked list with an index: O(1) removal anywhere, oldest first.
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self.block_holders = array("i", [FREE]) * num_blocks
+        """int32 for each block: FREE, CACHED, the slot of the one request that took it, or SHARED once a second one did
+        and until nobody holds it. Kept as it changes, so that who wants to see all blocks copies memory."""
 
     @property
     def available(self) -> int:
@@ -82,6 +91,9 @@ class BlockManager:
         for block_id in match.block_ids:
             if self._holders[block_id] == 0:
                 del self._cached[block_id]
+                self.block_holders[block_id] = table.slot
+            else:
+                self.block_holders[block_id] = SHARED
             self._holders[block_id] += 1
         table.block_ids = list(match.block_ids)
         for _ in range(self._blocks_for(num_tokens) - len(match.block_ids)):
@@ -95,6 +107,7 @@ class BlockManager:
             block_id, _ = self._cached.popitem(last=False)
             self._cache.forget(block_id)
         self._holders[block_id] = 1
+        self.block_holders[block_id] = table.slot
         table.block_ids.append(block_id)
         return block_id
 
@@ -106,8 +119,10 @@ class BlockManager:
             if self._holders[block_id] == 0:
                 if block_id in self._cache:
                     self._cached[block_id] = None
+                    self.block_holders[block_id] = CACHED
                 else:
                     self._free.append(block_id)
+                    self.block_holders[block_id] = FREE
         table.block_ids = []
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
@@ -122,10 +137,15 @@ class BlockManager:
             if self._holders[block_id] == 0:
                 del self._cached[block_id]
                 self._free.append(block_id)
+                self.block_holders[block_id] = FREE
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
         """Raise AssertionError where the ledger disagrees with itself or with tables, all those in use."""
-        holders = Counter(block_id for table in tables for block_id in table.block_ids)
+        slots_of: dict[int, list[int]] = {}
+        for table in tables:
+            for block_id in table.block_ids:
+                slots_of.setdefault(block_id, []).append(table.slot)
+        holders = Counter({block_id: len(slots) for block_id, slots in slots_of.items()})
         free, cached = set(self._free), set(self._cached)
         if len(free) != len(self._free):
             raise AssertionError("a block is free twice")
@@ -138,6 +158,10 @@ class BlockManager:
         for block_id, count in enumerate(self._holders):
             if count != holders[block_id]:
                 raise AssertionError(f"block {block_id} counts {count} holders, but {holders[block_id]} tables name it")
+        for block_id, shown in enumerate(self.block_holders):
+            states = (FREE,) if block_id in free else (CACHED,) if block_id in cached else (SHARED, *slots_of[block_id])
+            if shown not in states or (len(slots_of.get(block_id, ())) > 1 and shown != SHARED):
+                raise AssertionError(f"block {block_id} is shown as {shown}, but is one of {states}")
         self._cache.check_invariants()
         if any(block_id in self._cache for block_id in free):
             raise AssertionError("a free block is findable")

@@ -19,6 +19,7 @@ from paceline.coordinator.request import Request, Status, check_prompt, resolve_
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.coordinator.scheduler import ScheduledStep, Scheduler
 from paceline.coordinator.step_times import StepTimes
+from paceline.coordinator.view import MOST_WAITING_SHOWN, STEPS_REMEMBERED, EngineView, StepLine, line_of
 
 MAX_IN_FLIGHT = 2
 """Steps submitted and not yet collected: one that runs, and one queued behind it."""
@@ -52,6 +53,7 @@ class Coordinator:
         self._requests: dict[str, Request] = {}
         self._constraints = Constraints(grammars)
         self._in_flight: deque[ScheduledStep] = deque()
+        self._steps: deque[StepLine] = deque(maxlen=STEPS_REMEMBERED)
         self._events: list[RequestEvent] = []
         self._num_arrived = 0
         self._generated_tokens = 0
@@ -159,6 +161,19 @@ class Coordinator:
             ranks=self._executor.rank_states(),
         )
 
+    def view(self) -> EngineView:
+        """What goes on, for people who watch: a copy, whose making costs a memcpy of the block holders and a line for
+        each request shown, and never a loop over tokens or blocks."""
+        scheduler, now = self._scheduler, self._clock()
+        shown = (*scheduler.running, *scheduler.waiting[:MOST_WAITING_SHOWN])
+        return EngineView(
+            taken=now,
+            stats=self.stats(),
+            block_holders=scheduler.blocks.block_holders[:],
+            requests=[line_of(request, now) for request in shown],
+            steps=list(self._steps),
+        )
+
     def check_invariants(self) -> None:
         """Raise AssertionError where the bookkeeping contradicts itself; costs O(blocks), for tests."""
         self._scheduler.check_invariants()
@@ -173,12 +188,13 @@ class Coordinator:
             return False
         planned = self._clock()
         self._in_flight.append(scheduled)
+        self._steps.append(scheduled.line)
         self._executor.submit(scheduled.plan)
         times = self.step_times
         times.plan.add(planned - started)
         times.launch.add(self._clock() - planned)
-        times.requests.add(scheduled.num_requests)
-        times.tokens.add(scheduled.num_tokens)
+        times.requests.add(scheduled.line.rows)
+        times.tokens.add(scheduled.line.prompt_tokens + scheduled.line.decode_tokens)
         return True
 
     def _queue_compiled(self) -> None:

@@ -15,17 +15,16 @@ from paceline.coordinator.messages import Admission, StepPlan, StepRows
 from paceline.coordinator.policies import Policy
 from paceline.coordinator.prefix_cache import PrefixMatch
 from paceline.coordinator.request import Request, Status
+from paceline.coordinator.view import StepLine
 
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """A plan, and the requests that the result's tokens belong to, in order."""
+    """A plan, the requests that the result's tokens belong to, in order, and what is remembered of the step."""
 
     plan: StepPlan
     sampled: Sequence[Request]
-    num_requests: int
-    num_tokens: int
-    """Tokens that it computes, of all its requests."""
+    line: StepLine
 
 
 @dataclass(slots=True)
@@ -84,7 +83,7 @@ class Scheduler:
         request.status = Status.FINISHED
 
     def schedule(self, now: float) -> ScheduledStep | None:
-        """Plan the next step; None where no request can take a token. now: stamps first admissions."""
+        """Plan the next step; None where no request can take a token. now: stamps first admissions and the step."""
         self.blocks.begin_plan()
         num_decodes = sum(request.num_pending == 1 for request in self.running)
         # More than the budget has tokens there are only where grammars held some of them back for a step.
@@ -94,7 +93,7 @@ class Scheduler:
         self._admit_waiting(draft, now)
         if not draft.decodes and not draft.prompts:
             return None
-        return self._finish_draft(draft)
+        return self._finish_draft(draft, now)
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the bookkeeping contradicts itself; costs O(blocks), for tests."""
@@ -173,9 +172,9 @@ class Scheduler:
         return self.blocks.cost(match, request.num_known) + len(self.running) <= self.blocks.available
 
     def _admit(self, request: Request, match: PrefixMatch, draft: _Draft, now: float) -> None:
+        request.slot = request.table.slot = self._free_slots.pop()
         self.blocks.allocate(request.table, match, request.num_known)
         request.status = Status.RUNNING
-        request.slot = self._free_slots.pop()
         request.num_computed = len(match.block_ids) * self.blocks.block_size
         if request.first_scheduled is None:
             request.first_scheduled = now
@@ -202,7 +201,7 @@ class Scheduler:
         request.num_computed += count
         self.blocks.publish(request.table, request.token_ids, request.num_computed)
 
-    def _finish_draft(self, draft: _Draft) -> ScheduledStep:
+    def _finish_draft(self, draft: _Draft, now: float) -> ScheduledStep:
         ones = [request for request, count in draft.prompts if count == 1]
         longer = [(request, count) for request, count in draft.prompts if count > 1]
         in_order = [*draft.decodes, *ones, *(request for request, _ in longer)]
@@ -223,10 +222,12 @@ class Scheduler:
             rows=None if rows == self._last_rows else rows,
             masks=[(request.slot, request.constraint.mask) for request in sampled if request.constraint is not None],
         )
+        prompt_tokens = sum(count for _, count in draft.prompts)
+        line = StepLine(self.num_steps, now, len(in_order), prompt_tokens, len(draft.decodes))
         self.num_steps += 1
         self._last_rows = rows
         self._freed_slots = []
-        return ScheduledStep(plan, sampled, len(in_order), sum(rows.counts))
+        return ScheduledStep(plan, sampled, line)
 
 
 def _rank(request: Request) -> tuple[int, int]:

@@ -77,6 +77,7 @@ def _start(config: EngineConfig, ranks: RankGroup, only_rank_0_heeds_signals: bo
         if ranks.rank == 0:
             tokenizer = Tokenizer(Path(folder))
     config = dataclasses.replace(config, model=ranks.exchange(folder)[0])
+    devices = ranks.exchange(ranks.device_name)
     worker = Worker(config, ranks)
     shares = ranks.exchange(json.dumps(dataclasses.astuple(worker.memory)))
     if tokenizer is None:
@@ -94,7 +95,7 @@ def _start(config: EngineConfig, ranks: RankGroup, only_rank_0_heeds_signals: bo
         ranks.exchange(channel.handle)
         channel.wait_attached()
     memories = [RankMemory(*json.loads(share)) for share in shares]
-    return Engine(config, ranks, worker, tokenizer, RankExecutor(worker, channel, memories))
+    return Engine(config, ranks, worker, tokenizer, RankExecutor(worker, channel, memories), devices)
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,12 +117,20 @@ class Engine:
     """Rank 0's engine: the coordinator over all ranks, and the tokenizer before it."""
 
     def __init__(
-        self, config: EngineConfig, ranks: RankGroup, worker: Worker, tokenizer: Tokenizer, executor: RankExecutor
+        self,
+        config: EngineConfig,
+        ranks: RankGroup,
+        worker: Worker,
+        tokenizer: Tokenizer,
+        executor: RankExecutor,
+        devices: Sequence[str],
     ) -> None:
         self.config = config
         self.limits = worker.limits
         self.tokenizer = tokenizer
         self.device = ranks.device
+        self.devices = tuple(devices)
+        """What each rank runs on, as its own words have it."""
         self._ranks = ranks
         self._executor = executor
         self.end_ids = tuple(dict.fromkeys((*worker.model_config.eos_token_ids, *tokenizer.end_ids)))

@@ -22,6 +22,18 @@ def test_every_folder_of_code_is_in_the_wheel() -> None:
     assert {ROOT / place for place in places.values()} == with_code
 
 
+def test_every_other_file_is_in_the_wheel_too() -> None:
+    setuptools = PROJECT["tool"]["setuptools"]
+    packed = {
+        file
+        for package, patterns in setuptools["package-data"].items()
+        for pattern in patterns
+        for file in (ROOT / setuptools["package-dir"][package]).glob(pattern)
+    }
+    others = {path for place in setuptools["package-dir"].values() for path in (ROOT / place).rglob("*.*")}
+    assert {path for path in others if path.suffix not in (".py", ".pyc")} == packed
+
+
 def test_the_version_is_the_same_everywhere() -> None:
     assert paceline.__version__ == PROJECT["project"]["version"] == importlib.metadata.version("paceline")
 

@@ -52,6 +52,13 @@ class RankGroup:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
+    @property
+    def device_name(self) -> str:
+        """What this rank runs on, for people."""
+        if self.device.type == "cuda":
+            return f"{self.device} · {torch.cuda.get_device_name(self.device)}"
+        return f"cpu · threads: {torch.get_num_threads()}"
+
     def _connect(self) -> Communicator:
         on_gpu = self.device.type == "cuda"
         self._store, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=START_TIMEOUT)))

@@ -20,8 +20,10 @@ from paceline.launcher.serving.engine_api import EngineApi
 from paceline.launcher.serving.errors import to_api_error
 from paceline.launcher.serving.gate import Gate
 from paceline.launcher.serving.general import model_routes, token_routes, watch_routes
+from paceline.launcher.serving.page_files import page_routes
 from paceline.launcher.serving.record import record_of
 from paceline.launcher.serving.settings import ServerSettings
+from paceline.launcher.serving.watching import engine_routes
 from paceline.launcher.tokenizer import Tokenizer
 
 
@@ -55,13 +57,18 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
     )
     app.state.admission = door.admission
     app.state.grammars = door.grammars
-    for routes in (chat_routes, completion_routes, model_routes, token_routes, watch_routes):
+    for routes in (chat_routes, completion_routes, model_routes, token_routes, watch_routes, engine_routes):
         app.include_router(routes(door))
+    page = page_routes()
+    app.router.routes.extend(page)
+    page_paths = frozenset(route.path for route in page)
     # All other exceptions reach the gate by themselves.
     app.add_exception_handler(RequestValidationError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
-    paths = frozenset(app.openapi()["paths"])
-    app.add_middleware(Gate, settings=settings, metrics=door.metrics, tracing=tracing, paths=paths)
+    paths = frozenset(app.openapi()["paths"]) | page_paths
+    app.add_middleware(
+        Gate, settings=settings, metrics=door.metrics, tracing=tracing, paths=paths, page_paths=page_paths
+    )
     if settings.cors_origins:
         # The last one added is the outermost: a page may read a refusal too, and a preflight needs no key.
         app.add_middleware(

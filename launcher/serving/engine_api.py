@@ -9,6 +9,7 @@ from typing import Protocol
 from paceline.coordinator.events import CoordinatorStats, RequestTimings
 from paceline.coordinator.messages import TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
+from paceline.coordinator.view import EngineView
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class EngineInfo:
     end_ids: tuple[int, ...]
     """Token ids that end an answer, of the checkpoint's configs and its tokenizer."""
     tensor_parallel_size: int
+    devices: tuple[str, ...]
+    """What each rank runs on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +77,7 @@ class EngineApi(Protocol):
 
     async def stats(self) -> CoordinatorStats:
         """Gauges and counters of now. Raises EngineError where the engine is gone."""
+
+    async def view(self) -> EngineView:
+        """What goes on now, for people who watch; its requests bear the ids that `submit` was given. Raises EngineError
+        where the engine is gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -13,10 +14,12 @@ import zmq.asyncio
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.coordinator.events import CoordinatorStats, RequestEvent
 from paceline.coordinator.sampling_params import SamplingParams
+from paceline.coordinator.view import EngineView
 from paceline.launcher.serving.engine_api import EngineInfo, TokenNews
 from paceline.launcher.serving.messages import (
     Abort,
     AskStats,
+    AskView,
     Drain,
     EngineFailed,
     EngineReady,
@@ -25,6 +28,7 @@ from paceline.launcher.serving.messages import (
     Refused,
     Stats,
     Submit,
+    View,
     decode,
     encode,
 )
@@ -82,7 +86,7 @@ class EngineLink:
         """What the engine knows a running request by: never used twice, since its news may come after its end."""
         self._mailboxes: dict[str, _Mailbox] = {}
         """By key."""
-        self._answers: dict[int, asyncio.Future[CoordinatorStats]] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self.farewell: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         """Done once this process is to end, as it is told or since the engine is gone: the seconds that it may take."""
@@ -142,12 +146,24 @@ class EngineLink:
 
     async def stats(self) -> CoordinatorStats:
         """Gauges and counters of now. Raises EngineError where the engine is gone or not ready yet."""
+        stats: CoordinatorStats = await self._ask(AskStats)
+        return stats
+
+    async def view(self) -> EngineView:
+        """What goes on now. Raises EngineError where the engine is gone or not ready yet."""
+        view: EngineView = await self._ask(AskView)
+        names = {key: request_id for request_id, key in self._keys.items()}
+        # Of a request that was left just now, only the engine's key is still known.
+        requests = [line._replace(id=names.get(line.id, line.id)) for line in view.requests]
+        return dataclasses.replace(view, requests=requests)
+
+    async def _ask(self, question: type[AskStats] | type[AskView]) -> Any:
         self._check_usable()
         number = next(self._numbers)
-        answer: asyncio.Future[CoordinatorStats] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
-            self.send(AskStats(number))
+            self.send(question(number))
             return await answer
         finally:
             del self._answers[number]
@@ -205,9 +221,9 @@ class EngineLink:
             case Refused():
                 self._deliver(message.request_id, InputError(message.error))
             case Stats():
-                answer = self._answers.get(message.number)
-                if answer is not None and not answer.done():
-                    answer.set_result(message.stats)
+                self._answer(message.number, message.stats)
+            case View():
+                self._answer(message.number, message.view)
             case EngineReady():
                 self._info = message.info
             case EngineFailed():
@@ -219,6 +235,11 @@ class EngineLink:
                     self.farewell.set_result(message.seconds)
             case _:
                 raise EngineError(f"the engine sent {type(message).__name__}, which only the HTTP process may say")
+
+    def _answer(self, number: int, content: CoordinatorStats | EngineView) -> None:
+        answer = self._answers.get(number)
+        if answer is not None and not answer.done():
+            answer.set_result(content)
 
     def _deliver(self, key: str, mail: _Mail) -> None:
         """Leave news with a request; of one whose iterator was closed a few may still be on their way."""

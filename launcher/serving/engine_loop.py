@@ -14,6 +14,7 @@ from paceline.launcher.serving.engine_api import EngineInfo
 from paceline.launcher.serving.messages import (
     Abort,
     AskStats,
+    AskView,
     Drain,
     EngineFailed,
     EngineReady,
@@ -24,6 +25,7 @@ from paceline.launcher.serving.messages import (
     Refused,
     Stats,
     Submit,
+    View,
     decode,
     encode,
 )
@@ -55,6 +57,7 @@ class EngineLoop:
             block_size=config.block_size,
             end_ids=self._engine.end_ids,
             tensor_parallel_size=config.tensor_parallel_size,
+            devices=self._engine.devices,
         )
 
     def run(self, until: Callable[[], bool]) -> None:
@@ -109,6 +112,8 @@ class EngineLoop:
                 self._engine.coordinator.abort(message.request_id)
             case AskStats():
                 self._send(Stats(message.number, self._engine.coordinator.stats()))
+            case AskView():
+                self._send(View(message.number, self._engine.coordinator.view()))
             case FrontReady():
                 self.front_is_ready = True
                 self._send(EngineReady(self.info))

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.launcher.json_log import log_event
 from paceline.launcher.serving.errors import ApiError, ClientGone, to_api_error
+from paceline.launcher.serving.hosts import host_name, is_loopback
 from paceline.launcher.serving.metrics import ServerMetrics
 from paceline.launcher.serving.record import RequestRecord
 from paceline.launcher.serving.settings import ServerSettings
@@ -34,8 +35,9 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 class Gate:
     """Middleware around the whole application.
 
-    Every path but OPEN_PATHS needs a key where there are keys, paths that do not exist too; OPTIONS needs none. The
-    body is read here up to its limit, before anything is parsed. An x-request-id of the client's is kept.
+    Where hosts are named, requests to others are refused. Every path but OPEN_PATHS and the page's needs a key where
+    there are keys, paths that do not exist too; OPTIONS needs none. The body is read here up to its limit, before
+    anything is parsed. An x-request-id of the client's is kept.
     """
 
     def __init__(
@@ -45,8 +47,12 @@ class Gate:
         metrics: ServerMetrics,
         tracing: Tracing | None,
         paths: frozenset[str],
+        page_paths: frozenset[str],
     ) -> None:
+        """paths: those that are counted by name; page_paths: the page's files."""
         self._app = app
+        self._hosts = frozenset(settings.allowed_hosts)
+        self._open_paths = OPEN_PATHS | page_paths
         self._body_limit = settings.body_limit
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
         self._log_prompts = settings.log_prompts
@@ -69,6 +75,7 @@ class Gate:
             await send(message)
 
         try:
+            self._check_host(headers)
             self._check_key(scope, headers)
             body = await self._read_body(headers, receive)
             await self._app(scope, _replay(body, receive), send_on)
@@ -90,8 +97,18 @@ class Gate:
         if record.path not in QUIET_PATHS or record.error is not None:
             log_event(LOGGER, "request", **record.log_fields(with_prompts=self._log_prompts))
 
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        given = headers.get(b"host")
+        if not self._hosts or given is None:  # every browser names one
+            return
+        host = host_name(given.decode("latin-1"))
+        if host not in self._hosts and not is_loopback(host):
+            raise ApiError(
+                403, "this server does not answer to this host name; --allowed-host NAME lets it", code="host_refused"
+            )
+
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        if not self._keys or scope["path"] in self._open_paths or scope["method"] == "OPTIONS":
             return
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         digest = hashlib.sha256(given.strip()).digest()

@@ -20,6 +20,7 @@ from paceline.coordinator.errors import EngineError, InputError
 from paceline.coordinator.events import CoordinatorStats, RankState, RequestEvent, RequestTimings
 from paceline.coordinator.messages import TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
+from paceline.coordinator.view import EngineView, RequestLine, StepLine
 from paceline.launcher.serving.engine_api import EngineInfo
 
 
@@ -44,6 +45,13 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class AskStats:
     """To the engine: answer with Stats of the same number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskView:
+    """To the engine: answer with View of the same number."""
 
     number: int
 
@@ -91,6 +99,14 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class View:
+    """To the HTTP process: the answer to AskView."""
+
+    number: int
+    view: EngineView
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFailed:
     """To the HTTP process: the engine ends, and all its requests with it."""
 
@@ -108,7 +124,19 @@ class Drain:
 
 
 Message = (
-    Submit | Abort | AskStats | FrontReady | FrontFailed | EngineReady | News | Refused | Stats | EngineFailed | Drain
+    Submit
+    | Abort
+    | AskStats
+    | AskView
+    | FrontReady
+    | FrontFailed
+    | EngineReady
+    | News
+    | Refused
+    | Stats
+    | View
+    | EngineFailed
+    | Drain
 )
 
 _KINDS: dict[str, Any] = {
@@ -117,12 +145,14 @@ _KINDS: dict[str, Any] = {
         Submit,
         Abort,
         AskStats,
+        AskView,
         FrontReady,
         FrontFailed,
         EngineReady,
         News,
         Refused,
         Stats,
+        View,
         EngineFailed,
         Drain,
     )
@@ -149,6 +179,11 @@ def encode(message: Message) -> bytes:
             fields = (dataclasses.astuple(message.info),)
         case Stats():
             fields = (message.number, _stats_fields(message.stats))
+        case View():
+            view = message.view
+            stats = _stats_fields(view.stats)
+            # Requests and steps are tuples already.
+            fields = (message.number, view.taken, stats, view.block_holders.tobytes(), view.requests, view.steps)
         case _:
             fields = dataclasses.astuple(message)
     # What the engine says of a failure may hold anything; a request's texts must be as they were given.
@@ -169,14 +204,27 @@ def decode(buffer: bytes) -> Message:
             return News([_event(item) for item in fields[0]])
         if kind is EngineReady:
             info = EngineInfo(*fields[0])
-            return EngineReady(dataclasses.replace(info, end_ids=tuple(info.end_ids)))
+            return EngineReady(dataclasses.replace(info, end_ids=tuple(info.end_ids), devices=tuple(info.devices)))
         if kind is Stats:
-            number, stats = fields
-            return Stats(number, _stats(stats))
+            return Stats(fields[0], _stats(fields[1]))
+        if kind is View:
+            return View(fields[0], _view(*fields[1:]))
         message: Message = kind(*fields)
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise EngineError(f"a message between the HTTP process and the engine cannot be read: {error}") from error
     return message
+
+
+def _view(
+    taken: float, stats: Sequence[Any], holders: bytes, requests: Sequence[Any], steps: Sequence[Any]
+) -> EngineView:
+    return EngineView(
+        taken,
+        _stats(stats),
+        array("i", holders),
+        [RequestLine(*each) for each in requests],
+        [StepLine(*each) for each in steps],
+    )
 
 
 def _packed(fields: Sequence[object], *, unicode_errors: str) -> bytes:

@@ -70,6 +70,13 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="ORIGIN",
         help="pages of it may call from a browser; repeatable; * is all",
     )
+    group.add_argument(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="requests may name this host, beside localhost and --host; repeatable (default: any, but where --host is "
+        "loopback and there are no keys)",
+    )
     group.add_argument("--max-queue", type=int, metavar="N", help="most answers running and waiting (default 1024)")
     group.add_argument("--request-timeout", type=float, metavar="S", help="end a request after so many seconds")
     group.add_argument(
@@ -176,18 +183,22 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def _server_settings(arguments: argparse.Namespace) -> ServerSettings:
+    from paceline.launcher.serving.hosts import hosts_to_allow
     from paceline.launcher.serving.listener import api_keys
     from paceline.launcher.serving.settings import ServerSettings
 
     name = arguments.model or MODEL_NAME
     if Path(name).expanduser().is_dir():
         name = Path(name).expanduser().resolve().name
+    keys = api_keys(arguments.api_key_file, os.environ)
+    bound = None if arguments.uds is not None else arguments.host
     given = {
         "max_queue": arguments.max_queue,
         "request_timeout": arguments.request_timeout,
         "otlp_endpoint": arguments.otlp_endpoint,
         "cors_origins": arguments.cors_origin and tuple(arguments.cors_origin),
-        "api_keys": api_keys(arguments.api_key_file, os.environ),
+        "api_keys": keys,
+        "allowed_hosts": hosts_to_allow(bound, arguments.allowed_host or (), has_keys=bool(keys)),
     }
     return ServerSettings(
         model_names=tuple(arguments.served_model_name or [name]),

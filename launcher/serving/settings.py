@@ -27,11 +27,13 @@ class ServerSettings:
     """Origins whose pages may call the server from a browser, or ("*",) for all; none unless given."""
     otlp_endpoint: str | None = None
     """URL of an OpenTelemetry collector that takes OTLP over HTTP, for a trace of each request; None for no traces."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Hosts that requests may be addressed to beside this machine's own; without any, they may be to all."""
     log_prompts: bool = False
     """Whether the log lines of requests hold their prompts."""
 
     def __post_init__(self) -> None:
-        for name in ("model_names", "api_keys", "cors_origins"):
+        for name in ("model_names", "api_keys", "cors_origins", "allowed_hosts"):
             texts = getattr(self, name)
             if not isinstance(texts, tuple) or not all(isinstance(text, str) and text for text in texts):
                 # The values themselves are not shown: keys are among them.

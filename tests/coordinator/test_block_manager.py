@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paceline.coordinator.block_manager import BlockManager, BlockTable, BlockUsage
+from paceline.coordinator.block_manager import CACHED, FREE, SHARED, BlockManager, BlockTable, BlockUsage
 from paceline.coordinator.prefix_cache import PrefixCache, PrefixChain
 
 SIZE = 4
@@ -45,6 +45,31 @@ def test_blocks_come_and_go():
     manager.release(table)
     assert manager.usage == BlockUsage(free=4, cached=2, used=0)
     manager.check_invariants([])
+
+
+def test_each_block_tells_whose_it_is():
+    manager = new_manager(5)
+    tables = [BlockTable(PrefixChain(""), slot=slot) for slot in (3, 7)]
+    for table, last in zip(tables, (2, 3), strict=True):
+        manager.begin_plan()
+        tokens = [1] * 4 + [last]
+        manager.allocate(table, manager.match_prefix(table, tokens), len(tokens))
+        manager.publish(table, tokens, len(tokens))
+    (prefix, own), (_, other) = (table.block_ids for table in tables)
+
+    def told() -> dict[int, int]:
+        manager.check_invariants(tables)
+        return {block: holder for block, holder in enumerate(manager.block_holders) if holder != FREE}
+
+    assert told() == {prefix: SHARED, own: 3, other: 7}
+    manager.release(tables[0])
+    assert told() == {prefix: SHARED, other: 7}
+    manager.release(tables[1])
+    assert told() == {prefix: CACHED}
+    tables[0].slot = 5
+    manager.begin_plan()
+    manager.allocate(tables[0], manager.match_prefix(tables[0], [1] * 5), 5)
+    assert sorted(told().values()) == [5, 5]
 
 
 @pytest.mark.parametrize(("length", "expected"), [(7, 1), (8, 1), (9, 2), (12, 2), (13, 3)])

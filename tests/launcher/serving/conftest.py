@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import contextlib
+import shutil
+import threading
+import time
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,13 +16,15 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from openai import AsyncOpenAI
+from playwright.sync_api import Browser, Page, sync_playwright
 
-from paceline.coordinator.block_manager import BlockUsage
+from paceline.coordinator.block_manager import CACHED, FREE, BlockUsage
 from paceline.coordinator.errors import EngineError
 from paceline.coordinator.events import CoordinatorStats, RankState, RequestTimings
 from paceline.coordinator.messages import TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.coordinator.step_times import StepTimes
+from paceline.coordinator.view import EngineView, RequestLine, StepLine
 from paceline.launcher.default_model import default_model_path
 from paceline.launcher.serving.app import create_app
 from paceline.launcher.serving.engine_api import EngineInfo, TokenNews
@@ -41,6 +48,7 @@ class EchoEngine:
             block_size=16,
             end_ids=(end_id,),
             tensor_parallel_size=1,
+            devices=("cpu · 2 threads",),
         )
         self.failure: str | None = None
         self.grammar_error: str | None = None
@@ -55,6 +63,7 @@ class EchoEngine:
         self.aborted: list[str] = []
         self.generated = 0
         self.prompt_tokens = 0
+        self.views_taken = 0
 
     def submit(
         self,
@@ -165,6 +174,16 @@ class EchoEngine:
             ],
         )
 
+    async def view(self) -> EngineView:
+        self.views_taken += 1
+        return EngineView(
+            taken=float(self.views_taken),
+            stats=await self.stats(),
+            block_holders=array("i", [FREE] * 1000 + [CACHED] * 20 + [0] * 4),
+            requests=[RequestLine(name, slot, 9, 4, 9, 3, 4, 1.5) for slot, name in enumerate(self.running)],
+            steps=[StepLine(step, step / 10, 3, 20 * (step % 5 == 0), 2) for step in range(7)],
+        )
+
 
 class Served:
     """An application and its engine."""
@@ -236,3 +255,71 @@ def on_a_socket() -> Callable[[FastAPI], Any]:
             await task
 
     return run
+
+
+@pytest.fixture
+def in_a_thread() -> Iterator[Callable[[FastAPI], str]]:
+    """in_a_thread(app): the application on uvicorn beside this thread, which drives a browser; returns its address."""
+    import uvicorn
+
+    with contextlib.ExitStack() as stack:
+
+        def run(app: FastAPI) -> str:
+            server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
+            thread = threading.Thread(target=server.run)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(setattr, server, "should_exit", True)
+            while not server.started:
+                assert thread.is_alive()
+                time.sleep(0.005)
+            return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+        yield run
+
+
+CHROMIUM_SWITCHES = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
+CHROMIUM_SWITCHES += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """Headless Chromium, the system's own. While it is there no other event loop can run in its thread."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next((found for name in names if (found := shutil.which(name)) is not None), None)
+    if path is None:
+        pytest.skip(f"needs a browser, none of {', '.join(names)} is installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(CHROMIUM_SWITCHES))
+        yield browser
+        browser.close()
+
+
+OpenPage = Callable[..., Page]
+
+
+@pytest.fixture
+def open_page(chromium: Browser) -> Iterator[OpenPage]:
+    """open_page(url, **context options): the page there, in a profile of its own.
+
+    In the end no page may have logged an error, shown a dialog, or asked another host for anything.
+    """
+    complaints: list[str] = []
+    with contextlib.ExitStack() as stack:
+
+        def open_one(url: str, *, expect_errors: bool = False, **options: Any) -> Page:
+            context = chromium.new_context(**options)
+            stack.callback(context.close)
+            page = context.new_page()
+            page.set_default_timeout(10_000)
+            if not expect_errors:
+                # The browser itself logs each answer of status 400 and more.
+                page.on("console", lambda said: complaints.append(said.text) if said.type != "log" else None)
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+            page.on("request", lambda asked: complaints.append(asked.url) if not asked.url.startswith(url) else None)
+            page.goto(url)
+            return page
+
+        yield open_one
+    assert complaints == []

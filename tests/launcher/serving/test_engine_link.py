@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
+from paceline.coordinator.block_manager import SHARED
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.llm import LLM
@@ -167,6 +168,25 @@ def test_who_leaves_frees_the_blocks_at_once(llm: LLM) -> None:
         stats = await link.stats()  # asked right behind it
         assert stats.running == 0
         assert stats.blocks.used == 0
+
+    drive(llm, scenario)
+
+
+def test_who_watches_sees_requests_by_their_own_ids(llm: LLM) -> None:
+    async def scenario(link: EngineLink) -> None:
+        running = [link.submit(name, list(range(20 * place + 20)), LONG) for place, name in enumerate(("one", "two"))]
+        for news in running:
+            await anext(news)
+        view, stats = await asyncio.gather(link.view(), link.stats())
+        assert [(line.id, line.prompt_tokens) for line in view.requests] == [("one", 20), ("two", 40)]
+        assert view.stats.running == stats.running == 2
+        assert len(view.block_holders) == NUM_BLOCKS
+        for line in view.requests:
+            assert 0 < view.block_holders.count(line.slot) <= line.blocks
+        assert sum(holder >= 0 or holder == SHARED for holder in view.block_holders) == view.stats.blocks.used
+        assert view.steps[-1].step >= 1
+        for news in running:
+            await news.aclose()  # type: ignore[attr-defined]
 
     drive(llm, scenario)
 

@@ -26,6 +26,7 @@ ROUTES = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/smol"),
     ("GET", "/v1/load"),
+    ("GET", "/v1/engine"),
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),
     ("GET", "/no/such/path"),
@@ -41,12 +42,14 @@ async def test_no_route_is_open_without_a_key(serve: Any, method: str, path: str
     async with served.http() as client:
         for header in (None, "Bearer sk-wrong", KEY, f"Basic {KEY}", "Bearer", "Bearer ", f"Bearer {KEY}x", "Bearer é"):
             headers = {} if header is None else {"authorization": header.encode()}
-            answer = await client.request(method, path, headers=headers, params={"api_key": KEY}, json={})
+            answer = await client.request(
+                method, f"http://server{path}", headers=headers, params={"api_key": KEY}, json={}
+            )
             assert answer.status_code == 401, header
             assert answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
         for header in (f"Bearer {KEY}", f"bearer {KEY}", "Bearer sk-other"):
-            answer = await client.request(method, path, headers={"authorization": header})
+            answer = await client.request(method, f"http://server{path}", headers={"authorization": header})
             assert answer.status_code != 401
 
 

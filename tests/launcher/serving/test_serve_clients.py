@@ -6,11 +6,12 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ import httpx
 import openai
 import pydantic
 import pytest
+from playwright.sync_api import Page, expect
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
@@ -82,6 +84,11 @@ def test_a_choice_as_plain_completion(client: openai.OpenAI) -> None:
         extra_body={"structured_outputs": {"choice": ["Yes", "No"]}},
     )
     assert answer.choices[0].text in ("Yes", "No")
+
+
+def test_a_name_that_only_a_stranger_gives_the_server_is_refused(url: str) -> None:
+    assert httpx.get(f"{url}/v1/models").status_code == 200
+    assert httpx.get(f"{url}/v1/models", headers={"host": "evil.example"}).status_code == 403
 
 
 def test_a_streamed_answer_is_the_same_text(client: openai.OpenAI) -> None:
@@ -160,3 +167,21 @@ def test_clients_that_leave_at_random_leave_nothing_behind(url: str) -> None:
     blocks = load["cache_blocks"]
     assert (load["accepted"], load["running"], load["waiting"], blocks["used"]) == (0, 0, 0, 0)
     assert blocks["free"] + blocks["cached"] == 256
+
+
+# The last one here, since the browser's own event loop runs until the module ends.
+@pytest.mark.browser
+def test_the_page_talks_to_the_model_and_shows_its_engine(url: str, open_page: Callable[..., Page]) -> None:
+    page = open_page(url)
+    expect(page.locator("#model")).to_have_text(MODEL)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Show token probabilities").check()
+    page.get_by_role("button", name=QUESTION).click()
+    answer = page.get_by_role("article", name="Answer")
+    expect(answer.get_by_role("button", name="Regenerate")).to_be_visible(timeout=30_000)
+    assert "".join(answer.locator(".token").all_text_contents()) == f"{ANSWER}<|im_end|>"
+    page.get_by_role("tab", name="Engine").click()
+    expect(page.locator("#blocks")).to_have_attribute("aria-label", re.compile("^0 blocks used, [1-9]"))
+    expect(page.locator("#ranks")).to_contain_text("cpu · threads: 1")
+    expect(page.locator("#steps-readout")).to_contain_text(re.compile(r"Step \d+: 1 row, 0 prompt tokens, 1 decoded"))
