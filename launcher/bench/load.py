@@ -13,6 +13,7 @@ from paceline.launcher.bench.target import Target
 from paceline.launcher.clients.http import TransportError
 
 _TIMER_SECONDS = 0.001
+"""What uvloop's timers go by."""
 
 
 class Load:
@@ -40,10 +41,7 @@ class Load:
         with self._clock():
             async with asyncio.TaskGroup() as group:
                 for record, body in zip(self.records, bodies, strict=True):
-                    # uvloop's timers go off up to a millisecond early, and a request must not be sent before its time.
-                    # It is slept also where it is late already, so that what comes of running answers is looked at.
-                    left = record.plan.due - self.seconds
-                    await asyncio.sleep(left + _TIMER_SECONDS if left > 0 else 0)
+                    await self._wait_until(record.plan.due)
                     group.create_task(self._send(record, body))
 
     async def run_in_turn(
@@ -69,6 +67,13 @@ class Load:
     def seconds(self) -> float:
         """Since the start."""
         return time.perf_counter() - self._start
+
+    async def _wait_until(self, due: float) -> None:
+        """Where it is late already this still lets what comes of running answers be looked at."""
+        await asyncio.sleep(0)
+        # uvloop's timers may go off early, and a request must not be sent before its time.
+        while (left := due - self.seconds) > 0:
+            await asyncio.sleep(max(left, _TIMER_SECONDS))
 
     def _fitting(self, plans: Iterable[PlannedRequest]) -> Iterator[PlannedRequest]:
         for plan in plans:

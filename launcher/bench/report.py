@@ -14,6 +14,9 @@ LATE_SECONDS = 0.05
 BUSY = 0.8
 """Share of a core from which on the client's own work is in the latencies."""
 
+UNLIKE_CACHED = 0.02
+"""Share of cached prompt tokens that prompts which share nothing do not reach by chance."""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -30,6 +33,8 @@ class Report:
     cpu_seconds: float
     """Of the client."""
     interrupted: bool
+    unlike_prompts: bool
+    """Whether no prompt begins as another does."""
 
     @property
     def cpu_per_token(self) -> float | None:
@@ -77,6 +82,8 @@ class Report:
             yield "interrupted: these are the figures so far"
         if self.left_out:
             yield f"{self.left_out} requests are longer than the model's {self.max_model_len} tokens and were left out"
+        if self.unlike_prompts and (figures.cached_share or 0.0) > UNLIKE_CACHED:
+            yield "prompts were cached that no other begins like: has this seed run before? choose another with --seed"
         if figures.late.count and figures.late.percentiles[99] > LATE_SECONDS:
             yield "the client fell behind: requests were sent later than planned (see `sent late`)"
         if self.cpu_share > BUSY:

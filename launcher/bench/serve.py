@@ -256,6 +256,9 @@ def _report(arguments: argparse.Namespace, target: Target, load: Load, interrupt
         refused_fields=[wish for wish in WISHES if wish not in target.wishes],
         cpu_seconds=load.cpu_seconds,
         interrupted=interrupted,
+        # A chat template begins all prompts alike.
+        unlike_prompts=arguments.endpoint == "completions"
+        and all(record.plan.block_ids is None for record in load.records),
     )
 
 

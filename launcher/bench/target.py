@@ -123,6 +123,8 @@ async def _tokenize(client: HttpClient, fields: Mapping[str, Any]) -> Sequence[i
         response = await client.post("/tokenize", json.dumps(fields).encode())
     except TransportError as error:
         raise unreachable(error, client.address) from error
+    if response.status >= 500:
+        raise refusal(response, client.address)
     try:
         if response.status != 200:
             raise ValueError(response.error_fields()[0])

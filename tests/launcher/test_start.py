@@ -57,6 +57,9 @@ def start(tmp_path: Path) -> Start:
         (["--script", "decode.py", "--rounds", "3"], 1),
         (["--script", "decode.py", "generate"], 1),
         (["--script", "decode.py", "--tp", "4"], 4),
+        (["chat", "--tp", "2"], 1),
+        (["batch", "in", "out", "--tp=2"], 1),
+        (["bench", "serve", "--rate", "2"], 1),
         (["no-such-command"], 1),
         ([], 1),
     ],
@@ -81,7 +84,7 @@ def test_a_benchmark_with_arguments_runs_once_whatever_gpus_there_are(tmp_path: 
 def test_the_usage_of_launch_sh_names_commands_that_there_are() -> None:
     usage = subprocess.run([ROOT / "launch.sh", "--help"], capture_output=True, text=True, check=True).stdout
     commands = set(re.findall(r"^  ([a-z]+) ", usage, re.MULTILINE)) - {"test", "bench", "setup"}
-    assert {"generate", "serve", "verify"} <= commands
+    assert {"generate", "serve", "chat", "batch", "verify"} <= commands
     for command in commands:
         result = subprocess.run([sys.executable, "-m", "paceline.launcher", command, "--help"], capture_output=True)
         assert result.returncode == 0, command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -14,6 +15,10 @@ from typing import Any
 import pytest
 
 from paceline.launcher.__main__ import run as run_command
+from paceline.launcher.bench.load import Load
+from paceline.launcher.bench.plan import PlannedRequest
+from paceline.launcher.bench.statistics import summarise
+from paceline.launcher.clients.http import Response
 
 Bench = Callable[..., tuple[int, str]]
 
@@ -53,7 +58,8 @@ def test_tokens_and_shares_are_the_servers(stub: Any, bench: Bench, tmp_path: Pa
     assert (result["requests"]["answered"], result["prompt_tokens"], result["output_tokens"]) == (20, prompts, outputs)
     assert result["cached_share"] == round(sum(len(body["prompt"]) // 2 for body in load) / prompts, 6)
     assert result["itl_ms"]["count"] == outputs - 20
-    assert result["notes"] == []
+    assert len(result["notes"]) == 1
+    assert "has this seed run before?" in result["notes"][0]  # the server says that half of each prompt was cached
     assert f"{outputs:,} out, {prompts:,} in" in output
     assert {30 <= len(body["prompt"]) <= 60 and body["min_tokens"] == body["max_tokens"] for body in load} == {True}
     sent = [row[1] for row in result["rows"]]
@@ -160,6 +166,34 @@ def test_a_picture(bench: Bench, tmp_path: Path) -> None:
     assert len(drawn) > 10_000
 
 
+def test_a_client_that_is_held_up_sends_late_and_says_so() -> None:
+    class Held:
+        """A target whose every request holds the whole process up."""
+
+        path = ""
+
+        def __init__(self) -> None:
+            self.client = self
+
+        def fits(self, plan: PlannedRequest) -> bool:
+            return True
+
+        def body(self, plan: PlannedRequest) -> bytes:
+            return b""
+
+        async def post(self, path: str, body: bytes, on_body: Any) -> Response:
+            time.sleep(0.05)
+            on_body(b"data: [DONE]\n\n")
+            return Response(200)
+
+    load = Load(Held(), request_timeout=10)  # type: ignore[arg-type]
+    asyncio.run(load.run_when_due(PlannedRequest(number, number / 1000, 1, 1) for number in range(3)))
+    late = summarise(load.records, {}, open_loop=True).late
+    assert late.count == 3
+    assert late.max is not None
+    assert late.max >= 2 * 0.05 - 0.002
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
@@ -175,6 +209,7 @@ def test_a_picture(bench: Bench, tmp_path: Path) -> None:
         (("--rate", "1", "--plot", "x.gif"), 2, "must end in .png"),
         (("--rate", "1", "--json", "/nowhere/x.json"), 2, "there is no folder /nowhere"),
         (("--rate", "1", "--url", "ftp://x"), 2, "--url must be like"),
+        (("--rate", "1", "--url", "http://[x"), 2, "--url must be like"),
         (("--rate", "1", "--url", "http://127.0.0.1:1"), 1, "cannot be reached (connection refused)"),
     ],
 )
