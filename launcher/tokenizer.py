@@ -40,16 +40,38 @@ class Tokenizer:
         The template writes every special token itself, so none is added. Raises InputError where there is no template
         or it refuses the messages.
         """
+        return self.encode_rendered(self.render_chat(messages, **template_options))
+
+    def render_chat(self, messages: Sequence[Message], **template_options: Any) -> str:
+        """The conversation as the chat template writes it. Raises InputError as encode_chat does."""
         tokenizer = self._require()
         if not tokenizer.chat_template:
             raise InputError(f"the model in {self._folder} has no chat template; use a raw prompt (--raw)")
         try:
-            text = tokenizer.apply_chat_template(
+            text: str = tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **template_options
             )
         except Exception as error:  # a template is a program of the checkpoint's author and may raise anything
             raise InputError(f"the chat template cannot render these messages: {error}") from error
-        return list(tokenizer.encode(_checked(text), add_special_tokens=False))
+        return _checked(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a text that holds every special token it needs."""
+        return list(self._require().encode(text, add_special_tokens=False))
+
+    def chat_template(self, *, with_tools: bool = False) -> str:
+        """The chat template's source, "" where there is none; some checkpoints have another one for tools."""
+        if not self.has_chat_template:
+            return ""
+        try:
+            return str(self.backend.get_chat_template(tools=[{}] if with_tools else None))
+        except ValueError as error:  # several templates, and none of them the default
+            raise InputError(f"the model in {self._folder} has no default chat template: {error}") from error
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens beside the vocabulary's own, special ones among them."""
+        return {} if self.backend is None else dict(self.backend.get_added_vocab())
 
     @property
     def has_chat_template(self) -> bool:
