@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from paceline.coordinator.sampling_params import SamplingParams
+from paceline.launcher.dialects.dialect import find_dialect
 from paceline.launcher.serving.admission import Admission
-from paceline.launcher.serving.answers import Answers
+from paceline.launcher.serving.answers import Answers, MakeReader
 from paceline.launcher.serving.delivery import Delivery, Work
 from paceline.launcher.serving.engine_api import EngineApi, EngineInfo
 from paceline.launcher.serving.errors import ApiError
 from paceline.launcher.serving.metrics import ServerMetrics
 from paceline.launcher.serving.prompts import Prompt, PromptReader
 from paceline.launcher.serving.record import record_of
-from paceline.launcher.serving.schemas import AnswerBody
+from paceline.launcher.serving.schemas import SamplingBody
 from paceline.launcher.serving.settings import ServerSettings
 from paceline.launcher.serving.token_texts import TokenTexts
 from paceline.launcher.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ class Door:
         self.metrics.accepted.set_function(lambda: self.admission.accepted)
         self.prompts = PromptReader(tokenizer)
         self.token_texts = TokenTexts(tokenizer)
+        self.dialect = find_dialect(tokenizer, settings.tool_parser, settings.reasoning_parser)
         self.started = int(time.time())
 
     @property
@@ -64,12 +66,21 @@ class Door:
         return Delivery(work, record_of(request), self.settings.request_timeout)
 
     def answers(
-        self, body: AnswerBody, prompts: Sequence[Prompt], params: SamplingParams, answer_id: str, started: float
+        self,
+        body: SamplingBody,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        make_reader: MakeReader,
+        answer_id: str,
+        started: float,
     ) -> Answers:
-        """The answers to these prompts, not yet begun; started: when the request came, on time.monotonic()."""
+        """The answers to these prompts, not yet begun.
+
+        make_reader: of one answer with its sampling rules; started: when the request came, on time.monotonic().
+        """
         return Answers(
             self.engine,
-            self.tokenizer,
+            make_reader,
             self.metrics,
             prompts,
             params,

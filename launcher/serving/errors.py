@@ -23,7 +23,7 @@ RETRY_AFTER_S = 1
 """What a client that came at a bad moment is asked to wait."""
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_UNION_TAG = re.compile(r"str|int|float|bool|dict|(list|constrained-\w+|function-\w+)\[.*\]|[A-Z]\w*")
+_UNION_TAG = re.compile(r"str|int|float|bool|dict|(list|literal|constrained-\w+|function-\w+)\[.*\]|[A-Z]\w*")
 
 
 class ApiError(Exception):
@@ -105,8 +105,13 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         )
     if first["type"] == "extra_forbidden":
         return bad_request(f"unknown field {param!r}", param, "unknown_parameter")
-    reasons = dict.fromkeys(each["msg"] for each in errors if _param(each["loc"], each["type"]) == param)
+    reasons = dict.fromkeys(_reason(each) for each in errors if _param(each["loc"], each["type"]) == param)
     return bad_request(f"{param}: {' or: '.join(reasons)}", param)
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    """What one alternative asks for; pydantic's own words for an object name a class."""
+    return "Input should be an object" if error["type"] == "model_type" else str(error["msg"])
 
 
 def _param(location: Sequence[int | str], kind: str) -> str:

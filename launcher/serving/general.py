@@ -12,6 +12,7 @@ from paceline.launcher.serving.door import Door
 from paceline.launcher.serving.errors import ApiError, bad_request
 from paceline.launcher.serving.prompts import Prompt, check_token_ids
 from paceline.launcher.serving.schemas import DetokenizeBody, TokenizeBody
+from paceline.launcher.serving.tool_use import read_tools
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -131,5 +132,8 @@ async def _prompt(door: Door, body: TokenizeBody) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
-        return await door.prompts.chat(body.messages, body.chat_template_kwargs)
+        use = read_tools(body.tools, None, None, door.dialect)
+        return await door.prompts.chat(body.messages, body.chat_template_kwargs, () if use is None else use.tools)
+    if body.tools is not None:
+        raise bad_request("tools need messages", "tools")
     return await door.prompts.text(body.prompt or "", "prompt", special_tokens=body.add_special_tokens)

@@ -7,7 +7,8 @@ Of the HTTP side, each answer (choice) counted once:
                                               share the time since the ones before
     paceline_answer_seconds                   histogram: from the request's arrival to the answer's end
     paceline_queue_seconds                    histogram: from the engine's taking a request to its first step
-    paceline_answers_total{finish_reason}     stop, length, or abort: the client left, it ran out of time, or it failed
+    paceline_answers_total{finish_reason}     stop, length, tool_calls, or abort: the client left, it ran
+                                              out of time, or it failed
     paceline_accepted_answers                 accepted and not yet finished
     paceline_http_responses_total{path,status}    path is "other" where it is none of this server's; status 499 is a
                                               client that left before its answer began

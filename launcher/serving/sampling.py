@@ -10,10 +10,10 @@ from paceline.coordinator.errors import InputError
 from paceline.coordinator.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.launcher.serving.engine_api import EngineInfo
 from paceline.launcher.serving.errors import bad_request, field_at_fault
-from paceline.launcher.serving.schemas import AnswerBody, ChatBody, CompletionBody
+from paceline.launcher.serving.schemas import AnswerBody, ChatBody, CompletionBody, SamplingBody
 
 _SAME_NAMES = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
 )
@@ -32,7 +32,7 @@ def chat_sampling(body: ChatBody, info: EngineInfo, has_tokenizer: bool) -> Samp
     if max_tokens is not None:
         _check(body.max_tokens_param, max_tokens, 1, MAX_INT32)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _sampling(body, info, has_tokenizer, max_tokens, logprobs)
+    return _answer_sampling(body, info, has_tokenizer, max_tokens, logprobs)
 
 
 def completion_sampling(body: CompletionBody, info: EngineInfo, has_tokenizer: bool) -> SamplingParams:
@@ -41,19 +41,23 @@ def completion_sampling(body: CompletionBody, info: EngineInfo, has_tokenizer: b
         raise bad_request(
             "logprobs with echo needs the prompt's log-probabilities, which this server does not compute", "echo"
         )
-    return _sampling(body, info, has_tokenizer, body.max_tokens, body.logprobs)
+    return _answer_sampling(body, info, has_tokenizer, body.max_tokens, body.logprobs)
 
 
-def _sampling(
+def _answer_sampling(
     body: AnswerBody, info: EngineInfo, has_tokenizer: bool, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
-    values: dict[str, Any] = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
+    n = 1 if body.n is None else body.n
+    return _sampling(body, info, has_tokenizer, n=n, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _sampling(body: SamplingBody, info: EngineInfo, has_tokenizer: bool, **values: Any) -> SamplingParams:
+    """values: the rules that the endpoints' bodies do not have in common."""
+    values |= {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
     try:
-        params = SamplingParams(
-            **values, max_tokens=max_tokens, logprobs=logprobs, logit_bias=_logit_bias(body.logit_bias)
-        )
+        params = SamplingParams(**values, logit_bias=_logit_bias(body.logit_bias))
         params.check_vocabulary(info.vocab_size)
     except InputError as error:
         message = str(error)

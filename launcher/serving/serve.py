@@ -17,6 +17,7 @@ from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.launcher.checkpoint_source import resolve_checkpoint
 from paceline.launcher.default_model import MODEL_NAME
+from paceline.launcher.dialects.dialect import REASONING_PARSERS, TOOL_PARSERS
 from paceline.launcher.options import add_engine_options, engine_settings
 from paceline.launcher.serving.children import DRAIN_SECONDS, Child, Endpoint, die_with_parent, give_drain_receipt
 
@@ -71,6 +72,16 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         default=DRAIN_SECONDS,
         metavar="S",
         help=f"on SIGTERM or Ctrl-C, let running requests go on for so long (default {DRAIN_SECONDS:g})",
+    )
+    group.add_argument(
+        "--tool-parser",
+        choices=TOOL_PARSERS,
+        help="how the model writes calls of tools (default: as its template says)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        help="how it marks its reasoning (default: as its template says)",
     )
     group.add_argument("--log-prompts", action="store_true", help="have prompts in the log")
     add_engine_options(parser, model_option=False)
@@ -161,6 +172,8 @@ def _server_settings(arguments: argparse.Namespace) -> ServerSettings:
         "max_queue": arguments.max_queue,
         "request_timeout": arguments.request_timeout,
         "cors_origins": arguments.cors_origin and tuple(arguments.cors_origin),
+        "tool_parser": arguments.tool_parser,
+        "reasoning_parser": arguments.reasoning_parser,
         "api_keys": api_keys(arguments.api_key_file, os.environ),
     }
     return ServerSettings(

@@ -26,6 +26,10 @@ class ServerSettings:
     """Origins whose pages may call the server from a browser, or ("*",) for all; none unless given."""
     log_prompts: bool = False
     """Whether the log lines of requests hold their prompts."""
+    tool_parser: str | None = None
+    """How the model writes calls of tools, a name of TOOL_PARSERS; None finds it out from the chat template."""
+    reasoning_parser: str | None = None
+    """How the model writes its reasoning, a name of REASONING_PARSERS; None finds it out."""
 
     def __post_init__(self) -> None:
         for name in ("model_names", "api_keys", "cors_origins"):

@@ -1,0 +1,91 @@
+"""What a request wants of its tools, checked, and the grammar that holds an answer to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llguidance import LLMatcher
+
+from paceline.launcher.dialects.dialect import Dialect
+from paceline.launcher.dialects.grammar import ANY_OBJECT, Function, calls_grammar, text_or_calls_grammar
+from paceline.launcher.serving.errors import bad_request
+from paceline.launcher.serving.tool_schemas import FunctionDefinition, NamedTool, Tool, ToolChoice
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Tools that an answer may or must call."""
+
+    tools: Sequence[Tool]
+    """That the model is told of."""
+    functions: Sequence[FunctionDefinition]
+    """That it may call."""
+    required: bool
+    """Whether the answer must be a call."""
+    several: bool
+    """Whether it may hold more calls than one."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the functions that may be called."""
+        return [function.name for function in self.functions]
+
+    def grammar(self, dialect: Dialect) -> str | None:
+        """What answers have to follow; None where the model is free, as it is without strict functions."""
+        if self.required:
+            functions = [Function(each.name, each.parameters or ANY_OBJECT) for each in self.functions]
+            return calls_grammar(dialect, functions, several=self.several)
+        if any(each.strict for each in self.functions):
+            functions = [
+                Function(each.name, (each.parameters if each.strict else None) or ANY_OBJECT) for each in self.functions
+            ]
+            return text_or_calls_grammar(dialect, functions, several=self.several)
+        return None
+
+
+def read_tools(
+    tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None, dialect: Dialect
+) -> ToolUse | None:
+    """The use of tools that these fields of a request ask for; None where it is told of no tools.
+
+    Raises ApiError (400) naming a field that cannot be obeyed.
+    """
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    if not tools:
+        if named is not None or choice == "required":
+            raise bad_request("tool_choice asks for a call, and there are no tools", "tool_choice")
+        return None
+    functions = [tool.function for tool in tools]
+    names = [function.name for function in functions]
+    for place, function in enumerate(functions):
+        where = f"tools[{place}].function"
+        if function.name in names[:place]:
+            raise bad_request(f"{where}.name is the name of two functions", f"{where}.name")
+        _check_schema(
+            function, f"{where}.parameters", compile_it=bool(function.strict or choice == "required" or named)
+        )
+    if choice == "none":
+        return None
+    if dialect.tools is None:
+        raise bad_request(f"tools cannot be used: {dialect.no_tools}", "tools", "unsupported_parameter")
+    if named is not None and named not in names:
+        raise bad_request(f"tool_choice names {named!r}, which is none of the tools", "tool_choice")
+    return ToolUse(
+        tools,
+        functions if named is None else [functions[names.index(named)]],
+        required=named is not None or choice == "required",
+        several=parallel is not False and named is None,
+    )
+
+
+def _check_schema(function: FunctionDefinition, where: str, *, compile_it: bool) -> None:
+    """The arguments of a call are an object; a schema that they are held to must be one that can be compiled."""
+    schema = function.parameters or {}
+    if schema.get("type", "object") != "object":
+        raise bad_request(f"{where} must be a JSON schema of type object", where)
+    if compile_it:
+        grammar = json.dumps({"grammars": [{"json_schema": {**ANY_OBJECT, **schema}}]})
+        if fault := LLMatcher.validate_grammar(grammar):
+            raise bad_request(f"{where} cannot be used as a JSON schema: {fault.splitlines()[0]}", where)
