@@ -18,6 +18,7 @@ from paceline.launcher.serving.errors import to_api_error
 from paceline.launcher.serving.gate import Gate
 from paceline.launcher.serving.general import model_routes, token_routes, watch_routes
 from paceline.launcher.serving.record import record_of
+from paceline.launcher.serving.responses import response_routes
 from paceline.launcher.serving.settings import ServerSettings
 from paceline.launcher.tokenizer import Tokenizer
 
@@ -28,7 +29,7 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
     # FastAPI's pages of documentation load scripts from other hosts, so only the description itself is served.
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = door.admission
-    for routes in (chat_routes, completion_routes, model_routes, token_routes, watch_routes):
+    for routes in (chat_routes, completion_routes, response_routes, model_routes, token_routes, watch_routes):
         app.include_router(routes(door))
     # All other exceptions reach the gate by themselves.
     app.add_exception_handler(RequestValidationError, _answer_error)

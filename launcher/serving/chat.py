@@ -22,6 +22,7 @@ from paceline.launcher.serving.reply import WholeChoice, new_id, reply
 from paceline.launcher.serving.sampling import chat_sampling
 from paceline.launcher.serving.schemas import ChatBody
 from paceline.launcher.serving.token_texts import TokenTexts, finite
+from paceline.launcher.serving.tool_schemas import NamedTool
 from paceline.launcher.serving.tool_use import read_tools
 
 
@@ -34,13 +35,15 @@ def chat_routes(door: Door) -> APIRouter:
         info = door.ready_engine()
         door.check_model(body.model)
         params = chat_sampling(body, info, door.tokenizer.backend is not None)
-        use = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, door.dialect)
+        functions = [tool.function for tool in body.tools or ()]
+        choice = body.tool_choice.function if isinstance(body.tool_choice, NamedTool) else body.tool_choice
+        use = read_tools(functions, choice, body.parallel_tool_calls, door.dialect)
         options = template_options(body.chat_template_kwargs, body.reasoning_effort, door.dialect)
         record = record_of(request)
 
         async def work(outbox: Outbox) -> None:
             with door.admission.hold(params.n, "n"):
-                prompt = await door.prompts.chat(body.messages, options, () if use is None else use.tools)
+                prompt = await door.prompts.chat(body.messages, options, () if use is None else use.told)
                 check_length(prompt, params.max_tokens, info, param="messages", max_tokens_param=body.max_tokens_param)
                 answer_id = new_id("chatcmpl")
                 rules = held_to(params, use, prompt, door.dialect)

@@ -25,10 +25,13 @@ _SWITCH = "enable_thinking"
 _EFFORT = "reasoning_effort"
 
 
-def template_options(given: Mapping[str, Any] | None, effort: str | None, dialect: Dialect) -> dict[str, Any]:
+def template_options(
+    given: Mapping[str, Any] | None, effort: str | None, dialect: Dialect, *, param: str = _EFFORT
+) -> dict[str, Any]:
     """The chat template's variables. Raises ApiError (400) where it cannot be told of a reasoning effort.
 
     The effort none turns reasoning off; others are the template's own business, if it reads that variable.
+    param: the field of the request that has the effort.
     """
     options = dict(given or {})
     if effort is None:
@@ -36,16 +39,16 @@ def template_options(given: Mapping[str, Any] | None, effort: str | None, dialec
     if dialect.has_variable(_EFFORT):
         setting: tuple[str, Any] = (_EFFORT, effort)
     elif effort != "none":
-        raise bad_request(f"{_EFFORT} must be none or left out: the model knows no efforts", _EFFORT)
+        raise bad_request(f"{param} must be none or left out: the model knows no efforts", param)
     elif not dialect.reasons:
         return options
     elif dialect.has_variable(_SWITCH):
         setting = (_SWITCH, False)
     else:
-        raise bad_request(f"{_EFFORT} must be left out: this model's reasoning cannot be turned off", _EFFORT)
+        raise bad_request(f"{param} must be left out: this model's reasoning cannot be turned off", param)
     name, value = setting
     if options.setdefault(name, value) != value:
-        raise bad_request(f"{_EFFORT} and chat_template_kwargs.{name} differ; give one of them", _EFFORT)
+        raise bad_request(f"{param} and chat_template_kwargs.{name} differ; give one of them", param)
     return options
 
 

@@ -32,6 +32,8 @@ class Outbox:
         self._order = asyncio.Lock()
         """Choices that run side by side write to the same response."""
         self.started = False
+        self.on_failure: Callable[[ApiError], Awaitable[None]] | None = None
+        """How a stream that has begun says that it fails; None says it as the chat's streams do."""
 
     async def whole(self, content: object) -> None:
         """Send the one object."""
@@ -41,13 +43,22 @@ class Outbox:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def event(self, content: object) -> None:
+    async def event(self, content: object, kind: str | None = None) -> None:
         """Send one event; the first one begins the response, so that what fails before it has a status of its own."""
-        await self._write(f"data: {_ENCODER.encode(content)}\n\n".encode(), more=True)
+        name = "" if kind is None else f"event: {kind}\n"
+        await self._write(f"{name}data: {_ENCODER.encode(content)}\n\n".encode(), more=True)
 
-    async def end(self) -> None:
-        """Send the event that ends a stream."""
-        await self._write(b"data: [DONE]\n\n", more=False)
+    async def end(self, *, mark: bool = True) -> None:
+        """End a stream; mark: with the event that says so."""
+        await self._write(b"data: [DONE]\n\n" if mark else b"", more=False)
+
+    async def fail(self, error: ApiError) -> None:
+        """End a stream that has begun with an error."""
+        if self.on_failure is not None:
+            await self.on_failure(error)
+        else:
+            await self.event(error.body())
+            await self.end()
 
     async def _write(self, data: bytes, *, more: bool) -> None:
         async with self._order:
@@ -79,8 +90,7 @@ class Delivery(Response):
                 raise
             answer = to_api_error(error, self._record.request_id)
             self._record.error = answer.message
-            await outbox.event(answer.body())
-            await outbox.end()
+            await outbox.fail(answer)
 
     async def _within_time(self, outbox: Outbox) -> None:
         try:

@@ -99,6 +99,10 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "json_invalid":
         return bad_request(f"the body is no valid JSON at character {first['loc'][-1]}", None, "invalid_json")
     param = _param(first["loc"], first["type"])
+    # Of a field that may be a text or a list, say, what is wrong inside the list tells more.
+    for each in errors:
+        if (inner := _param(each["loc"], each["type"])).startswith((f"{param}[", f"{param}.")):
+            first, param = each, inner
     if not param:
         return bad_request(
             "the body must be a JSON object, sent with the header content-type: application/json", None, "invalid_json"

@@ -132,8 +132,8 @@ async def _prompt(door: Door, body: TokenizeBody) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
-        use = read_tools(body.tools, None, None, door.dialect)
-        return await door.prompts.chat(body.messages, body.chat_template_kwargs, () if use is None else use.tools)
+        use = read_tools([tool.function for tool in body.tools or ()], None, None, door.dialect)
+        return await door.prompts.chat(body.messages, body.chat_template_kwargs, () if use is None else use.told)
     if body.tools is not None:
         raise bad_request("tools need messages", "tools")
     return await door.prompts.text(body.prompt or "", "prompt", special_tokens=body.add_special_tokens)

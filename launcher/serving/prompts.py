@@ -15,7 +15,7 @@ from paceline.coordinator.request import check_prompt
 from paceline.launcher.serving.engine_api import EngineInfo
 from paceline.launcher.serving.errors import bad_request
 from paceline.launcher.serving.schemas import Message
-from paceline.launcher.serving.tool_schemas import Tool
+from paceline.launcher.serving.tool_schemas import FunctionDefinition
 from paceline.launcher.serving.turns import Turn, template_tool, turns_of
 from paceline.launcher.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ class PromptReader:
             self._reserved |= inspect.signature(tokenizer.backend.apply_chat_template).parameters.keys()
 
     async def chat(
-        self, messages: Sequence[Message], options: Mapping[str, Any] | None, tools: Sequence[Tool] = ()
+        self, messages: Sequence[Message], options: Mapping[str, Any] | None, tools: Sequence[FunctionDefinition] = ()
     ) -> Prompt:
         """The prompt of a conversation that is told of these tools.
 
@@ -61,7 +61,7 @@ class PromptReader:
             raise bad_request("the model has no chat template; use /v1/completions", "messages", "no_chat_template")
         turns = turns_of(messages)
         self._check_calls(turns)
-        told = [template_tool(tool.function) for tool in tools] or None
+        told = [template_tool(function) for function in tools] or None
 
         def render() -> Prompt:
             text = self._tokenizer.render_chat(turns, tools=told, **options)

@@ -10,6 +10,7 @@ from paceline.coordinator.errors import InputError
 from paceline.coordinator.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.launcher.serving.engine_api import EngineInfo
 from paceline.launcher.serving.errors import bad_request, field_at_fault
+from paceline.launcher.serving.responses_schemas import ResponsesBody
 from paceline.launcher.serving.schemas import AnswerBody, ChatBody, CompletionBody, SamplingBody
 
 _SAME_NAMES = (
@@ -42,6 +43,13 @@ def completion_sampling(body: CompletionBody, info: EngineInfo, has_tokenizer: b
             "logprobs with echo needs the prompt's log-probabilities, which this server does not compute", "echo"
         )
     return _answer_sampling(body, info, has_tokenizer, body.max_tokens, body.logprobs)
+
+
+def responses_sampling(body: ResponsesBody, info: EngineInfo, has_tokenizer: bool) -> SamplingParams:
+    """Sampling rules of a request to /v1/responses. Raises ApiError (400) naming the field at fault."""
+    if body.max_output_tokens is not None:
+        _check("max_output_tokens", body.max_output_tokens, 1, MAX_INT32)
+    return _sampling(body, info, has_tokenizer, max_tokens=body.max_output_tokens)
 
 
 def _answer_sampling(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from paceline.launcher.serving.body import Body
-from paceline.launcher.serving.tool_schemas import MAX_TOOLS, Tool, ToolCall, ToolChoice
+from paceline.launcher.serving.tool_schemas import MAX_TOOLS, Choice, NamedTool, Tool, ToolCall
 
 
 class StreamOptions(Body):
@@ -125,7 +125,7 @@ class ChatBody(AnswerBody):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the model's chat template, such as Qwen3's enable_thinking."""
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: ToolChoice | None = None
+    tool_choice: Choice | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     """false: at most one call. Has no effect without tools."""
     reasoning_effort: str | None = None

@@ -44,7 +44,7 @@ class NamedTool(Body):
     function: FunctionName
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+Choice = Literal["none", "auto", "required"]
 
 
 class CalledFunction(Body):

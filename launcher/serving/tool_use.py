@@ -11,17 +11,17 @@ from llguidance import LLMatcher
 from paceline.launcher.dialects.dialect import Dialect
 from paceline.launcher.dialects.grammar import ANY_OBJECT, Function, calls_grammar, text_or_calls_grammar
 from paceline.launcher.serving.errors import bad_request
-from paceline.launcher.serving.tool_schemas import FunctionDefinition, NamedTool, Tool, ToolChoice
+from paceline.launcher.serving.tool_schemas import Choice, FunctionDefinition, FunctionName
 
 
 @dataclass(frozen=True)
 class ToolUse:
     """Tools that an answer may or must call."""
 
-    tools: Sequence[Tool]
-    """That the model is told of."""
+    told: Sequence[FunctionDefinition]
+    """What the model is told of."""
     functions: Sequence[FunctionDefinition]
-    """That it may call."""
+    """What it may call."""
     required: bool
     """Whether the answer must be a call."""
     several: bool
@@ -46,21 +46,26 @@ class ToolUse:
 
 
 def read_tools(
-    tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None, dialect: Dialect
+    functions: Sequence[FunctionDefinition],
+    choice: Choice | FunctionName | None,
+    parallel: bool | None,
+    dialect: Dialect,
+    *,
+    path: str = "tools[{}].function",
 ) -> ToolUse | None:
-    """The use of tools that these fields of a request ask for; None where it is told of no tools.
+    """The use of tools that these fields of a request ask for; None where the model is told of none.
 
-    Raises ApiError (400) naming a field that cannot be obeyed.
+    path: where in the request a function stands, {} being its place. Raises ApiError (400) naming a field that cannot
+    be obeyed.
     """
-    named = choice.function.name if isinstance(choice, NamedTool) else None
-    if not tools:
+    named = choice.name if isinstance(choice, FunctionName) else None
+    if not functions:
         if named is not None or choice == "required":
             raise bad_request("tool_choice asks for a call, and there are no tools", "tool_choice")
         return None
-    functions = [tool.function for tool in tools]
     names = [function.name for function in functions]
     for place, function in enumerate(functions):
-        where = f"tools[{place}].function"
+        where = path.format(place)
         if function.name in names[:place]:
             raise bad_request(f"{where}.name is the name of two functions", f"{where}.name")
         _check_schema(
@@ -73,7 +78,7 @@ def read_tools(
     if named is not None and named not in names:
         raise bad_request(f"tool_choice names {named!r}, which is none of the tools", "tool_choice")
     return ToolUse(
-        tools,
+        functions,
         functions if named is None else [functions[names.index(named)]],
         required=named is not None or choice == "required",
         several=parallel is not False and named is None,

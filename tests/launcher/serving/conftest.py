@@ -203,8 +203,7 @@ QWEN_TEMPLATE = """\
 {%- for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}
 {%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+{{- '\\n<tool_call>\\n{"name": "' }}{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>
 {%- endfor %}<|im_end|>
 {% endfor %}<|im_start|>assistant

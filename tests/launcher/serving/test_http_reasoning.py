@@ -13,7 +13,7 @@ from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.dialects.dialect import find_dialect
 from paceline.launcher.serving.conversation import held_to
 from paceline.launcher.serving.prompts import Prompt
-from paceline.launcher.serving.tool_schemas import Tool
+from paceline.launcher.serving.tool_schemas import FunctionDefinition
 from paceline.launcher.serving.tool_use import read_tools
 
 pytestmark = pytest.mark.anyio
@@ -205,7 +205,7 @@ async def test_a_call_that_must_come_may_be_thought_about(serve_thinker: Any, fo
 def test_a_format_and_tools_allow_either(speak: Any, templates: dict[str, str], follows: Any) -> None:
     tokenizer = speak(templates["hermes"])
     dialect = find_dialect(tokenizer)
-    use = read_tools([Tool.model_validate(TIME)], "auto", None, dialect)
+    use = read_tools([FunctionDefinition(name="time")], "auto", None, dialect)
     rules = held_to(SamplingParams(grammar=NUMBER), use, Prompt(()), dialect)
     followed = functools.partial(follows, tokenizer, rules.grammar)
     assert followed("42")

@@ -254,7 +254,7 @@ WRONG = [
     ),
     ("tool_choice", "tool_choice", "any"),
     ("tool_choice", "tool_choice", {"type": "function", "function": {"name": "nobody"}}),
-    ("tool_choice", "tool_choice", {"type": "function"}),
+    ("tool_choice.function", "tool_choice", {"type": "function"}),
     ("tool_choice", "tool_choice", 5),
     ("parallel_tool_calls", "parallel_tool_calls", 1),
     ("messages[0].tool_call_id", "messages", [{"role": "tool", "content": "x"}]),
