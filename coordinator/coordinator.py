@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.coordinator.block_manager import BlockManager, BlockTable
 from paceline.coordinator.config import EngineConfig
+from paceline.coordinator.constraints import Constraints, Grammars
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.coordinator.events import CoordinatorStats, RequestEvent, RequestTimings
 from paceline.coordinator.executor import Executor
@@ -26,8 +27,14 @@ class Coordinator:
     """Runs requests on an executor. One thread owns it; nothing here blocks except `step`."""
 
     def __init__(
-        self, config: EngineConfig, limits: Limits, executor: Executor, clock: Callable[[], float] = time.monotonic
+        self,
+        config: EngineConfig,
+        limits: Limits,
+        executor: Executor,
+        grammars: Grammars | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """grammars: of the model's tokenizer; without them requests can have none."""
         self._limits = limits
         self._executor = executor
         self._clock = clock
@@ -42,6 +49,7 @@ class Coordinator:
             token_budget=config.max_batched_tokens,
         )
         self._requests: dict[str, Request] = {}
+        self._constraints = Constraints(grammars)
         self._in_flight: deque[ScheduledStep] = deque()
         self._events: list[RequestEvent] = []
         self._num_arrived = 0
@@ -65,7 +73,8 @@ class Coordinator:
         cache_salt: only requests of the same salt share cached prefixes.
 
         Raises InputError for what can never run as given: an id in use, a prompt that is empty, too long, or holds
-        something else than token ids of the vocabulary, and sampling rules outside it.
+        something else than token ids of the vocabulary, sampling rules outside it, and a grammar where none can be
+        followed. What is wrong in a grammar is found out later, and ends the request with an error.
         """
         if request_id in self._requests:
             raise InputError(f"request id {request_id!r} is in use: choose another")
@@ -87,10 +96,14 @@ class Coordinator:
             table=BlockTable(PrefixChain(cache_salt)),
             arrived=self._clock(),
             num_known=len(prompt_token_ids),
+            end_ids_to_avoid=tuple(eos_token_ids) if params.ignore_eos else (),
         )
+        if params.grammar is None:
+            self._scheduler.add(request)
+        else:
+            self._constraints.begin(request, params.grammar)
         self._num_arrived += 1
         self._requests[request_id] = request
-        self._scheduler.add(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request now; its last event, with this finish_reason, comes with the next `step`.
@@ -113,11 +126,14 @@ class Coordinator:
         Waits only where there is no news yet and nothing more to submit. Raises EngineError where a rank failed.
         """
         self._collect_ready()
+        self._queue_compiled()
         planned = len(self._in_flight) < MAX_IN_FLIGHT and self._submit_next()
         self._collect_ready()  # an executor that computes in `submit` has the result already
         must_wait = not planned or len(self._in_flight) == MAX_IN_FLIGHT
         if self._in_flight and not self._events and must_wait:
             self._collect(wait=True)
+        elif not self._in_flight and not self._events and self._constraints.num_compiling:
+            self._constraints.wait()
         events, self._events = self._events, []
         return events
 
@@ -125,7 +141,7 @@ class Coordinator:
         """Gauges and counters, for metrics."""
         scheduler = self._scheduler
         return CoordinatorStats(
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + self._constraints.num_compiling,
             running=len(scheduler.running),
             blocks=scheduler.blocks.usage,
             steps=scheduler.num_steps,
@@ -144,12 +160,20 @@ class Coordinator:
         """Plan and submit a step; False where no request can take a token before a result is back."""
         scheduled = self._scheduler.schedule(self._clock())
         if scheduled is None:
-            if self._requests and not self._in_flight:
+            if len(self._requests) > self._constraints.num_compiling and not self._in_flight:
                 raise EngineError("no request can go on and no step is in flight: the scheduler is stuck, restart")
             return False
         self._in_flight.append(scheduled)
         self._executor.submit(scheduled.plan)
         return True
+
+    def _queue_compiled(self) -> None:
+        """Queue the requests whose grammars are ready; one that allows no first token, or is wrong, ends at once."""
+        for request in self._constraints.take_compiled():
+            self._scheduler.add(request)
+            if request.constraint is not None and request.constraint.finish_reason is not None:
+                event = RequestEvent(request.id, (), (), request.prompt_len, 0)
+                self._finish(request, event, request.constraint.finish_reason, self._clock())
 
     def _collect_ready(self) -> None:
         while self._in_flight and self._collect(wait=False):
@@ -167,9 +191,19 @@ class Coordinator:
         self._check_result(scheduled, result)
         now = self._clock()
         logprobs = result.logprobs or (None,) * len(result.token_ids)
-        for request, token, logprob in zip(scheduled.sampled, result.token_ids, logprobs, strict=True):
-            if request.status is not Status.FINISHED:
-                self._append(request, token, logprob, now)
+        running = [
+            each
+            for each in zip(scheduled.sampled, result.token_ids, logprobs, strict=True)
+            if each[0].status is not Status.FINISHED
+        ]
+        for request, token, _ in running:
+            request.token_ids.append(token)
+        # All at once, since a grammar library works on several answers side by side.
+        self._constraints.advance(
+            [each for each, _, _ in running if each.constraint is not None and each.finish_reason() is None]
+        )
+        for request, token, logprob in running:
+            self._hand_out(request, token, logprob, now)
 
     def _check_result(self, scheduled: ScheduledStep, result: StepResult) -> None:
         step, count = scheduled.plan.step, len(scheduled.sampled)
@@ -183,8 +217,8 @@ class Coordinator:
             bad = next(token for token in result.token_ids if not 0 <= token < vocab_size)
             raise EngineError(f"ranks sampled token {bad} in step {step}, but the vocabulary has {vocab_size} tokens")
 
-    def _append(self, request: Request, token: int, logprob: TokenLogprobs | None, now: float) -> None:
-        request.token_ids.append(token)
+    def _hand_out(self, request: Request, token: int, logprob: TokenLogprobs | None, now: float) -> None:
+        """Make the latest token of a request known: to the prefix cache, and to who asked."""
         self._generated_tokens += 1
         self._scheduler.blocks.publish(request.table, request.token_ids, request.num_computed)
         if request.first_token is None:
@@ -195,14 +229,19 @@ class Coordinator:
         if reason is None:
             self._events.append(event)
         else:
-            event.stop_token = token if reason == "stop" else None
+            event.stop_token = token if token in request.stop_ids else None
             self._finish(request, event, reason, now)
 
     def _finish(self, request: Request, event: RequestEvent, reason: str, now: float) -> None:
         """Take a request out everywhere and hand out its last event."""
-        self._scheduler.finish(request)
+        if self._constraints.drop(request):
+            request.status = Status.FINISHED  # no queue has it yet
+        else:
+            self._scheduler.finish(request)
         del self._requests[request.id]
         self._finished[reason] += 1
         event.finish_reason = reason
+        if request.constraint is not None:
+            event.error = request.constraint.error
         event.timings = RequestTimings(request.arrived, request.first_scheduled, request.first_token, now)
         self._events.append(event)

@@ -33,11 +33,13 @@ class RequestEvent:
     """Prompt tokens whose keys and values were found in the prefix cache; always fewer than num_prompt_tokens."""
     finish_reason: str | None = None
     """None while it goes on; `stop`: a stop token; `length`: max_tokens or the model's length; else what `abort` was
-    given."""
+    given; `error`: its grammar could not be followed."""
     stop_token: int | None = None
-    """The token id that ended it, where finish_reason is `stop`."""
+    """The token id that ended it, where finish_reason is `stop`; None where a grammar has nothing to go on with."""
     timings: RequestTimings | None = None
     """On the last event only."""
+    error: str = ""
+    """What went wrong, where finish_reason is `error`."""
 
 
 @dataclass(frozen=True, slots=True)

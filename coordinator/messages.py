@@ -74,6 +74,9 @@ class StepPlan:
     """(slot, block ids appended to its block table)."""
     rows: StepRows | None = None
     """None: the previous step's rows again."""
+    masks: Sequence[tuple[int, bytes]] = ()
+    """(slot, which ids it may sample) of the rows that sample by a grammar, for this step alone: a bit a token id, from
+    the lowest bit of the first byte on, in whole 32-bit words."""
 
 
 @dataclass(frozen=True, slots=True)

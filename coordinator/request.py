@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from paceline.coordinator.block_manager import BlockTable
+from paceline.coordinator.constraints import Constraint
 from paceline.coordinator.errors import InputError
 from paceline.coordinator.messages import RowSampling
 from paceline.coordinator.sampling_params import SamplingParams
@@ -44,6 +45,10 @@ class Request:
     arrived: float
     """Seconds on the coordinator's clock, as all times here."""
     num_known: int
+    end_ids_to_avoid: tuple[int, ...] = ()
+    """The model's end ids, where a grammar would allow them and ignore_eos does not."""
+    constraint: Constraint | None = None
+    """Its place in its grammar, where it has one, from when that is compiled."""
     status: Status = Status.WAITING
     slot: int = -1
     num_computed: int = 0
@@ -54,7 +59,12 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Known tokens that no step computes yet. The very last token of an answer never needs to be computed."""
+        """Known tokens that a step may compute now. The very last token of an answer never needs to be computed.
+
+        What a grammar allows next is known only once the last token is: until then there is nothing to do.
+        """
+        if self.constraint is not None and self.awaits_tokens:
+            return 0
         return min(self.num_known, self.max_len - 1) - self.num_computed
 
     @property
@@ -62,13 +72,19 @@ class Request:
         """Whether steps in flight sample tokens for it."""
         return self.num_known > len(self.token_ids)
 
+    @property
+    def barred_ids(self) -> tuple[int, ...]:
+        """Ids that its next token must not be, whatever its grammar allows."""
+        is_short = len(self.token_ids) - self.prompt_len < self.sampling.min_tokens
+        return (*self.end_ids_to_avoid, *(self.sampling.stop_ids if is_short else ()))
+
     def finish_reason(self) -> str | None:
         """Why the answer ends with its latest token, or None where it goes on; the ranks see to min_tokens."""
         if self.token_ids[-1] in self.stop_ids:
             return "stop"
         if len(self.token_ids) >= self.max_len:
             return "length"
-        return None
+        return None if self.constraint is None else self.constraint.finish_reason
 
 
 def resolve_stop_ids(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from paceline.coordinator.errors import InputError
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
+MAX_GRAMMAR_BYTES = 256 * 1024
 
 _INTEGERS = {"n": (1, MAX_CHOICES), "top_k": (-1, MAX_INT32), "min_tokens": (0, MAX_INT32)}
 _OPTIONAL_INTEGERS = {
@@ -87,6 +88,7 @@ class SamplingParams:
             check_switch(name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        _check_grammar(self.grammar)
         object.__setattr__(self, "stop", _stop_texts(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
@@ -102,6 +104,15 @@ class SamplingParams:
             for token in ids:
                 if token >= vocab_size:
                     raise InputError(f"{name} names token {token}, but the vocabulary has ids 0 to {vocab_size - 1}")
+
+
+def _check_grammar(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"grammar must be a non-empty text, got {shown(value)}")
+    if len(value.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        raise InputError(f"grammar may have at most {MAX_GRAMMAR_BYTES} bytes")
 
 
 def _stop_texts(value: object) -> tuple[str, ...]:

@@ -83,8 +83,9 @@ class Scheduler:
     def schedule(self, now: float) -> ScheduledStep | None:
         """Plan the next step; None where no request can take a token. now: stamps first admissions."""
         self.blocks.begin_plan()
-        # Each of these had a row in the step before, so there are never more of them than the budget has tokens.
         num_decodes = sum(request.num_pending == 1 for request in self.running)
+        # More than the budget has tokens there are only where grammars held some of them back for a step.
+        num_decodes = min(num_decodes, self._token_budget)
         draft = _Draft(self._policy.prompt_budget(self._token_budget, num_decodes))
         self._continue_running(draft)
         self._admit_waiting(draft, now)
@@ -116,7 +117,7 @@ class Scheduler:
             index += 1
             pending = request.num_pending
             if pending == 1:
-                if self._make_room(request, draft):
+                if len(draft.decodes) < self._token_budget and self._make_room(request, draft):
                     request.num_computed += 1
                     draft.decodes.append(request)
             elif pending > 1 and draft.prompt_budget > 0:
@@ -217,6 +218,7 @@ class Scheduler:
             admissions=draft.admissions,
             block_appends=draft.block_appends,
             rows=None if rows == self._last_rows else rows,
+            masks=[(request.slot, request.constraint.mask) for request in sampled if request.constraint is not None],
         )
         self.num_steps += 1
         self._last_rows = rows

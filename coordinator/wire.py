@@ -2,12 +2,12 @@
 
 A message is one msgpack array whose first element is the version of this layout:
 
-    [version, error text]                                        Shutdown
-    [version, step]                                              a plan that changes nothing and runs the same rows
-    [version, step, freed, admissions, block appends, rows]      any other plan
+    [version, error text]                                           Shutdown
+    [version, step]                                                 a plan that changes nothing and runs the same rows
+    [version, step, freed, admissions, block appends, rows, masks]  any other plan
 
 Token ids, block ids, slots and counts are raw little-endian int32 arrays inside msgpack's binary type: they cost one
-copy on each side however long the prompt is. Every machine that runs the engine is little-endian.
+copy on each side however long the prompt is; so are the masks. Every machine that runs the engine is little-endian.
 
 msgpack: https://github.com/msgpack/msgpack/blob/master/spec.md
 """
@@ -23,7 +23,7 @@ import msgpack
 from paceline.coordinator.errors import EngineError
 from paceline.coordinator.messages import Admission, RowSampling, Shutdown, StepPlan, StepRows
 
-VERSION = 1
+VERSION = 2
 
 _INT32_MAX = 2**31 - 1
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
@@ -54,13 +54,14 @@ def decode(buffer: bytes | bytearray | memoryview) -> StepPlan | Shutdown:
             return Shutdown(error_text)
         case [step]:
             return StepPlan(_integer(step, "step"))
-        case [step, freed, admissions, block_appends, rows]:
+        case [step, freed, admissions, block_appends, rows, masks]:
             return StepPlan(
                 step=_integer(step, "step"),
                 freed=_int32s(freed, "freed"),
                 admissions=[_admission(each) for each in _list(admissions, "admissions")],
                 block_appends=[_block_append(each) for each in _list(block_appends, "block_appends")],
                 rows=None if rows is None else _rows(rows),
+                masks=[_mask(each) for each in _list(masks, "masks")],
             )
     raise EngineError(f"step message has {len(fields)} fields, which no message of version {VERSION} has")
 
@@ -68,7 +69,8 @@ def decode(buffer: bytes | bytearray | memoryview) -> StepPlan | Shutdown:
 def _fields_of(message: StepPlan | Shutdown) -> list[object]:
     if isinstance(message, Shutdown):
         return [VERSION, message.error]
-    if not message.freed and not message.admissions and not message.block_appends and message.rows is None:
+    says_something = message.freed or message.admissions or message.block_appends or message.masks
+    if not says_something and message.rows is None:
         return [VERSION, message.step]
     return [
         VERSION,
@@ -77,6 +79,7 @@ def _fields_of(message: StepPlan | Shutdown) -> list[object]:
         [_admission_fields(each) for each in message.admissions],
         [(slot, _pack(block_ids)) for slot, block_ids in message.block_appends],
         None if message.rows is None else _rows_fields(message.rows),
+        message.masks,
     ]
 
 
@@ -163,6 +166,13 @@ def _sampling(value: object) -> RowSampling:
 def _block_append(value: object) -> tuple[int, Sequence[int]]:
     slot, block_ids = _list(value, "block append", 2)
     return _integer(slot, "slot", 0, _INT32_MAX), _int32s(block_ids, "block_ids")
+
+
+def _mask(value: object) -> tuple[int, bytes]:
+    slot, words = _list(value, "mask", 2)
+    if not isinstance(words, bytes) or len(words) % 4:
+        raise _wrong("mask", "whole 32-bit words", words)
+    return _integer(slot, "slot", 0, _INT32_MAX), words
 
 
 def _rows(value: object) -> StepRows:

@@ -25,6 +25,7 @@ from paceline.launcher.answer_text import AnswerText
 from paceline.launcher.checkpoint_source import resolve_checkpoint
 from paceline.launcher.choices import choice_seed
 from paceline.launcher.executor import RankExecutor
+from paceline.launcher.grammars import TokenizerGrammars
 from paceline.launcher.tokenizer import Tokenizer
 from paceline.worker.loop import follow
 from paceline.worker.ranks import RankGroup, describe
@@ -104,6 +105,7 @@ class ChoiceUpdate:
     finish_reason: str | None
     stop_reason: int | str | None
     timings: RequestTimings | None
+    error: str
 
 
 class Engine:
@@ -120,7 +122,10 @@ class Engine:
         self._executor = executor
         self.end_ids = tuple(dict.fromkeys((*worker.model_config.eos_token_ids, *tokenizer.end_ids)))
         """Token ids that end an answer, of the checkpoint's configs and its tokenizer."""
-        self.coordinator = Coordinator(config, worker.limits, executor)
+        self._grammars: TokenizerGrammars | None = None
+        if tokenizer.backend is not None:
+            self._grammars = TokenizerGrammars(tokenizer, worker.limits.vocab_size, self.end_ids)
+        self.coordinator = Coordinator(config, worker.limits, executor, self._grammars)
         self._answers: dict[str, AnswerText] = {}
         self._ids = itertools.count()
         self._failed: EngineError | None = None
@@ -133,6 +138,11 @@ class Engine:
         self._check_usable()
         if params.stop and self.tokenizer.backend is None:
             raise InputError("stop texts need a tokenizer, and the model's folder has none; use stop_token_ids")
+        if params.grammar is not None and self._grammars is not None:
+            try:
+                self._grammars.check(params.grammar)
+            except InputError as error:
+                raise InputError(f"grammar cannot be used: {error}") from error
         request_ids: list[str] = []
         try:
             for index in range(params.n):
@@ -190,6 +200,7 @@ class Engine:
             finish_reason=finish_reason,
             stop_reason=answer.stop_text or answer.stop_token(event.stop_token),
             timings=event.timings,
+            error=event.error,
         )
 
     def check_ranks(self) -> None:

@@ -170,6 +170,7 @@ class LLM:
                 choice.logprobs.extend(update.logprobs)
             choice.stop_reason = update.stop_reason
             choice.timings = update.timings
+            choice.error = update.error
             if number == 0:
                 output.cached_tokens = update.cached_tokens
             choice.finish_reason = update.finish_reason

@@ -20,10 +20,12 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     """One entry a token where SamplingParams.logprobs asked."""
     finish_reason: str | None = None
-    """`stop` (an end id or a stop text), `length`, or `abort`."""
+    """`stop` (an end id or a stop text), `length`, `abort`, or `error` (its grammar could not be followed)."""
     stop_reason: int | str | None = None
     """The stop text or stop_token_ids entry that ended it; None for the model's own end or the length."""
     timings: RequestTimings | None = None
+    error: str = ""
+    """What went wrong, where finish_reason is `error`."""
 
 
 @dataclass(slots=True)

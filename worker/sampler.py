@@ -7,8 +7,8 @@ preemption. Rows that ask for more (penalties, bias, filters, log-probabilities)
 each transformation touching only the rows that ask for it. Which rows ask for what is uploaded once for as long as the
 rows stay the same, and no step waits for the device.
 
-Order: repetition penalty, frequency and presence penalties, logit bias, ids held back by min_tokens, then temperature
-with top-k, top-p and min-p.
+Order: masks of grammars, repetition penalty, frequency and presence penalties, logit bias, ids held back by min_tokens,
+then temperature with top-k, top-p and min-p.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from paceline.kernels.top_k_top_p import filter_logits
 from paceline.model.communicator import Communicator
 from paceline.model.shard_plan import Span
 from paceline.worker.batch_state import BatchState, HostRows
+from paceline.worker.token_masks import mask_logits
 from paceline.worker.upload import float_bits, upload_ints
 
 
@@ -115,9 +116,9 @@ class Sampler:
         return token_ids_of(self._communicator.all_reduce_max(keys))
 
     def sample(
-        self, logits: torch.Tensor, rows: HostRows, *, report: bool = True
+        self, logits: torch.Tensor, rows: HostRows, masks: Sequence[tuple[int, bytes]] = (), *, report: bool = True
     ) -> tuple[torch.Tensor, SampledLogprobs | None]:
-        """Token ids as `choose` gives them, by each row's rules.
+        """Token ids as `choose` gives them, by each row's rules and the step's masks; logits may be overwritten.
 
         With report come the log-probabilities of the rows that ask for them, None where no row does. Ranks may differ
         in report: the collectives are the same.
@@ -127,6 +128,9 @@ class Sampler:
         if ruled.reported.rows:
             gathered = self._gather(logits.index_select(0, ruled.reported.index).float())
             model_logits = gathered if report else None
+        if masks:
+            # Before all else: from minus infinity no rule comes back.
+            mask_logits(logits, rows.rows, masks, self._vocab)
         token_ids = self.choose(self._filter(self._adjust(logits, rows, ruled), ruled.filtered))
         if model_logits is None:
             return token_ids, None

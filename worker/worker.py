@@ -144,7 +144,8 @@ class Worker:
             blocks = [0] * -(-count // self._config.block_size)
             slots = range(rows)
             admissions = [Admission(slot, [0] * count, count, 0, blocks, sampling) for slot in slots]
-            plan = StepPlan(step=-1, admissions=admissions, rows=StepRows(slots, [count] * rows, [True] * rows))
+            masks = [(slot, self._mask_of_all()) for slot in slots] if sampling is EVERY_RULE else []
+            plan = StepPlan(-1, admissions=admissions, rows=StepRows(slots, [count] * rows, [True] * rows), masks=masks)
             if self._ranks.rank == 0:
                 self.execute(plan).result()
             else:
@@ -155,6 +156,10 @@ class Worker:
         # What the allocator holds now it keeps for the steps that are too large for a CUDA graph: to ask the driver
         # for memory again would take longer than many a step. The graphs have a workspace of their own.
         return torch.cuda.memory_reserved(self._ranks.device) + workspace
+
+    def _mask_of_all(self) -> bytes:
+        """A mask that forbids no token."""
+        return b"\xff" * (-(-self.model_config.vocab_size // 32) * 4)
 
     def _count_blocks(self, in_use: int) -> int:
         block_size, kv_heads, head_dim = self._block_shape()
@@ -186,13 +191,13 @@ class Worker:
         if self._config.check_lockstep:
             self._check_lockstep(_Lockstep(plan.step, rows.shape.num_rows, rows.shape.num_tokens))
         logprobs = None
-        if self._sampler.is_plain(rows):
+        if not plan.masks and self._sampler.is_plain(rows):
             token_ids = self._run_whole(rows.shape)
         else:
             hidden = None if self._hidden_graphs is None else self._hidden_graphs.run(rows.shape)
             hidden = self._launch_hidden(rows.shape) if hidden is None else hidden
             logits = self._model.logits(*hidden)[: rows.shape.num_rows]
-            token_ids, logprobs = self._sampler.sample(logits, rows, report=report)
+            token_ids, logprobs = self._sampler.sample(logits, rows, plan.masks, report=report)
             self.state.advance(rows.shape, token_ids)
         self.state.count(rows)
         return rows, token_ids, logprobs

@@ -7,14 +7,17 @@ or belongs to another history, is caught at once; every rule of the messages is 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from paceline.coordinator.config import EngineConfig
+from paceline.coordinator.constraints import GrammarError, Mask
 from paceline.coordinator.coordinator import Coordinator
 from paceline.coordinator.events import RequestEvent
 from paceline.coordinator.messages import (
@@ -30,6 +33,8 @@ from paceline.coordinator.sampling_params import SamplingParams
 
 VOCAB_SIZE = 1000
 EMPTY = 0
+END_ID = 999
+"""What an answer by a grammar may end with."""
 
 
 def extend_hash(previous: int, token: int) -> int:
@@ -37,10 +42,69 @@ def extend_hash(previous: int, token: int) -> int:
     return hash((previous, token))
 
 
-def toy_token(prefix_hash: int, num_output: int, sampling: RowSampling) -> int:
+class ToyGrammars:
+    """Grammars "P N": which tokens may come next depends on all that came before, one in P or so.
+
+    After N tokens the answer may end, after 2 N it must. "P N !" errs after N tokens, "wrong" when it is compiled. With
+    `hold` set, compiling ends when the test says so.
+    """
+
+    def __init__(self) -> None:
+        self.hold = False
+        self.held: list[tuple[Future[tuple[object, Mask]], str]] = []
+
+    def compile(self, grammar: str) -> Future[tuple[object, Mask]]:
+        future: Future[tuple[object, Mask]] = Future()
+        self.held.append((future, grammar))
+        if not self.hold:
+            self.release()
+        return future
+
+    def release(self) -> None:
+        """Finish what was asked to be compiled."""
+        for future, grammar in self.held:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if grammar == "wrong":
+                future.set_exception(GrammarError("this one is wrong"))
+            else:
+                future.set_result(((grammar, history := []), toy_mask(grammar, history)))
+        self.held = []
+
+    def advance(self, steps: Sequence[tuple[object, int]]) -> Sequence[Mask | GrammarError]:
+        return [self._advance(*matcher, token) for matcher, token in steps]  # type: ignore[misc]
+
+    def _advance(self, grammar: str, history: list[int], token: int) -> Mask | GrammarError:
+        assert is_set(toy_mask(grammar, history), token), "a token came that no mask allowed"
+        history.append(token)
+        if grammar.endswith("!") and len(history) == int(grammar.split()[1]):
+            return GrammarError("too hard to follow")
+        return toy_mask(grammar, history)
+
+
+def toy_mask(grammar: str, history: Sequence[int]) -> Mask:
+    period, length = map(int, grammar.split()[:2])
+    bits = every(period, hash(tuple(history)) % period) if len(history) < 2 * length else 0
+    bits &= ~(1 << END_ID)
+    bits |= (len(history) >= length) << END_ID
+    return bits.to_bytes(-(-VOCAB_SIZE // 32) * 4, "little")
+
+
+@functools.cache
+def every(period: int, first: int) -> int:
+    return sum(1 << token for token in range(first, VOCAB_SIZE, period))
+
+
+def is_set(mask: Mask, token: int) -> bool:
+    return bool(mask[token // 8] >> token % 8 & 1)
+
+
+def toy_token(prefix_hash: int, num_output: int, sampling: RowSampling, mask: Mask | None = None) -> int:
     """The toy model: the next token depends on the whole history, the output's length, and the request's seed."""
     token = hash((prefix_hash, num_output, sampling.seed)) % VOCAB_SIZE
-    while token in sampling.stop_ids and num_output < sampling.min_tokens:
+    while (token in sampling.stop_ids and num_output < sampling.min_tokens) or not (
+        mask is None or is_set(mask, token)
+    ):
         token = (token + 1) % VOCAB_SIZE
     return token
 
@@ -91,7 +155,7 @@ class MirrorExecutor:
         rows = plan.rows if plan.rows is not None else self.rows[-1]
         self.rows.append(rows)
         self._check_rows(rows)
-        self._results.append(self._compute(plan.step, rows))
+        self._results.append(self._compute(plan.step, rows, dict(plan.masks)))
         self.most_in_flight = max(self.most_in_flight, len(self._results))
 
     @property
@@ -138,10 +202,11 @@ class MirrorExecutor:
         ones = [count == 1 for count in rows.counts]
         assert ones == sorted(ones, reverse=True), "rows of one token come first"
 
-    def _compute(self, step: int, rows: StepRows) -> StepResult:
+    def _compute(self, step: int, rows: StepRows, masks: dict[int, Mask]) -> StepResult:
         parts = list(zip(rows.slots, rows.counts, rows.samples, strict=True))
         for slot_id, count, _ in parts:
             self._store(self.slots[slot_id], count)
+        assert masks.keys() <= {slot for slot, _, samples in parts if samples}, "a mask for a row that does not sample"
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for slot_id, _, samples in parts:
@@ -149,7 +214,8 @@ class MirrorExecutor:
             self._check_readable(slot)
             assert samples == (slot.num_computed == len(slot.tokens)), "sampling is for the last known token"
             if samples:
-                token = toy_token(slot.hashes[-1], len(slot.tokens) - slot.prompt_len, slot.sampling)
+                num_output = len(slot.tokens) - slot.prompt_len
+                token = toy_token(slot.hashes[-1], num_output, slot.sampling, masks.get(slot_id))
                 slot.tokens.append(token)
                 token_ids.append(token)
                 logprobs.append(TokenLogprobs(-float(token)) if slot.sampling.logprobs >= 0 else None)
@@ -192,7 +258,8 @@ class Harness:
     def __init__(self, config: EngineConfig, limits: Limits, delay: int) -> None:
         self.executor = MirrorExecutor(config, limits, lambda: delay)
         self.now = 0.0
-        self.coordinator = Coordinator(config, limits, self.executor, clock=lambda: self.now)
+        self.grammars = ToyGrammars()
+        self.coordinator = Coordinator(config, limits, self.executor, self.grammars, clock=lambda: self.now)
         self.answers: dict[str, Answer] = {}
 
     def add(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> None:
@@ -245,14 +312,22 @@ def make_harness() -> Callable[..., Harness]:
 def toy_answer() -> Callable[..., list[int]]:
     """What a request must answer, computed without any engine."""
 
-    def answer(prompt: Iterable[int], max_tokens: int, *, seed: int = 0, stop_ids: Sequence[int] = ()) -> list[int]:
+    def answer(
+        prompt: Iterable[int],
+        max_tokens: int,
+        *,
+        seed: int = 0,
+        stop_ids: Sequence[int] = (),
+        grammar: str | None = None,
+    ) -> list[int]:
         prefix_hash = EMPTY
         for token in prompt:
             prefix_hash = extend_hash(prefix_hash, token)
         sampling = RowSampling(temperature=1.0, seed=seed)
         tokens: list[int] = []
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in stop_ids):
-            tokens.append(toy_token(prefix_hash, len(tokens), sampling))
+            mask = None if grammar is None else toy_mask(grammar, tokens)
+            tokens.append(toy_token(prefix_hash, len(tokens), sampling, mask))
             prefix_hash = extend_hash(prefix_hash, tokens[-1])
         return tokens
 

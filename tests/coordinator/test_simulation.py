@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 STOP_IDS = range(0, 1000, 25)
+END_ID = 999
 
 
 def random_prompt(generator: random.Random) -> list[int]:
@@ -25,23 +26,28 @@ class Traffic:
     harness: Any
     toy_answer: Callable[..., list[int]]
     generator: random.Random
-    expected: dict[str, list[int]] = field(default_factory=dict)
+    expected: dict[str, tuple[list[int], str]] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)
 
     def arrive(self) -> None:
         index = len(self.expected)
         prompt, max_tokens = random_prompt(self.generator), self.generator.randint(1, 24)
+        grammar = self.generator.choice([None, None, "3 4", "9 8"])
+        ends = [*STOP_IDS] if grammar is None else [*STOP_IDS, END_ID]
         self.harness.add(
             str(index),
             prompt,
             max_tokens=max_tokens,
             seed=index,
             stop_token_ids=list(STOP_IDS),
+            grammar=grammar,
+            eos_token_ids=ends[len(STOP_IDS) :],
             priority=self.generator.choice([0, 0, 0, 1]),
             cache_salt=self.generator.choice(["", "", "tenant"]),
         )
         max_tokens = min(max_tokens, 64 - len(prompt))
-        self.expected[str(index)] = self.toy_answer(prompt, max_tokens, seed=index, stop_ids=STOP_IDS)
+        answer = self.toy_answer(prompt, max_tokens, seed=index, stop_ids=ends, grammar=grammar)
+        self.expected[str(index)] = answer, "stop" if answer[-1] in ends else "length"
 
     def abort_one(self) -> None:
         """Abort one of the latest: it waits, runs, is preempted, or just finished."""
@@ -71,12 +77,12 @@ def test_random_traffic_is_answered_exactly(make_harness, toy_answer, monkeypatc
         if traffic.expected and generator.random() < 0.1:
             traffic.abort_one()
     outputs = harness.run()
-    for name, answer in traffic.expected.items():
+    for name, (answer, expected_reason) in traffic.expected.items():
         reason = harness.final(name).finish_reason
         if name in traffic.aborted:
             assert (outputs[name], reason) == (answer[: len(outputs[name])], "abort")
         else:
-            assert (outputs[name], reason) == (answer, "stop" if answer[-1] in STOP_IDS else "length")
+            assert (outputs[name], reason) == (answer, expected_reason)
     stats = harness.coordinator.stats()
     assert (stats.preemptions > 0) == (num_blocks == 30)
     assert stats.cached_prompt_tokens > 0

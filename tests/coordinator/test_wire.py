@@ -54,6 +54,7 @@ PLAN = st.builds(
     admissions=st.lists(ADMISSION, max_size=3),
     block_appends=st.lists(st.tuples(INT32, IDS), max_size=5),
     rows=st.none() | ROWS,
+    masks=st.lists(st.tuples(INT32, st.integers(0, 5).flatmap(lambda n: st.binary(min_size=4 * n, max_size=4 * n)))),
 )
 MESSAGE = PLAN | st.builds(Shutdown, st.text())
 VALUE = st.recursive(
@@ -70,6 +71,7 @@ FULL_PLAN = StepPlan(
     ],
     block_appends=[(0, [11, 12])],
     rows=StepRows([0, 5], [1, 2], [True, False]),
+    masks=[(0, b"\xff\x01\0\x80")],
 )
 
 
@@ -77,7 +79,7 @@ def plain(value: Any) -> Any:
     """A message as nested lists of plain numbers: which kind of sequence holds them is the decoder's choice."""
     if dataclasses.is_dataclass(value):
         return [type(value).__name__, *(plain(getattr(value, each.name)) for each in dataclasses.fields(value))]
-    if isinstance(value, (str, int, float)) or value is None:
+    if isinstance(value, (str, bytes, int, float)) or value is None:
         return value
     return [plain(each) for each in value]
 
@@ -175,18 +177,20 @@ def with_sampling(position: int, value: Any) -> list[Any]:
         ([VERSION, -1], "step"),
         ([VERSION, True], "step"),
         ([VERSION, 1.0], "step"),
-        ([VERSION, 0, b"\0\0\0", [], [], None], "freed"),
-        ([VERSION, 0, "abcd", [], [], None], "freed"),
-        ([VERSION, 0, b"", {}, [], None], "admissions"),
-        ([VERSION, 0, b"", [[1, 2]], [], None], "admission"),
-        ([VERSION, 0, b"", [with_field(ADMISSION_FIELDS, 0, 2**31)], [], None], "slot"),
-        ([VERSION, 0, b"", [with_field(ADMISSION_FIELDS, 1, [1, 2])], [], None], "token_ids"),
-        ([VERSION, 0, b"", [with_sampling(0, "hot")], [], None], "temperature"),
-        ([VERSION, 0, b"", [with_sampling(1, 2**63)], [], None], "seed"),
-        ([VERSION, 0, b"", [with_sampling(8, bytes(4))], [], None], "logit_bias"),
-        ([VERSION, 0, b"", [], [[0]], None], "block append"),
-        ([VERSION, 0, b"", [], [], [b"", b"", "yes"]], "samples, not a byte a row"),
-        ([VERSION, 0, b"", [], [], [bytes(8), bytes(4), b"\1"]], "unequal"),
+        ([VERSION, 0, b"\0\0\0", [], [], None, []], "freed"),
+        ([VERSION, 0, "abcd", [], [], None, []], "freed"),
+        ([VERSION, 0, b"", {}, [], None, []], "admissions"),
+        ([VERSION, 0, b"", [[1, 2]], [], None, []], "admission"),
+        ([VERSION, 0, b"", [with_field(ADMISSION_FIELDS, 0, 2**31)], [], None, []], "slot"),
+        ([VERSION, 0, b"", [with_field(ADMISSION_FIELDS, 1, [1, 2])], [], None, []], "token_ids"),
+        ([VERSION, 0, b"", [with_sampling(0, "hot")], [], None, []], "temperature"),
+        ([VERSION, 0, b"", [with_sampling(1, 2**63)], [], None, []], "seed"),
+        ([VERSION, 0, b"", [with_sampling(8, bytes(4))], [], None, []], "logit_bias"),
+        ([VERSION, 0, b"", [], [[0]], None, []], "block append"),
+        ([VERSION, 0, b"", [], [], [b"", b"", "yes"], []], "samples, not a byte a row"),
+        ([VERSION, 0, b"", [], [], [bytes(8), bytes(4), b"\1"], []], "unequal"),
+        ([VERSION, 0, b"", [], [], None, [[0, bytes(5)]]], "mask"),
+        ([VERSION, 0, b"", [], [], None, [[0, [1, 2]]]], "mask"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(fields: list[Any], named: str) -> None:

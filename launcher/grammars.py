@@ -1,0 +1,105 @@
+"""Grammars over a model's tokenizer: checked, compiled and followed by llguidance.
+
+What takes longer than a mask runs on a thread of its own, and llguidance gives up Python's lock meanwhile. Its limits
+(its own defaults, but for the memory of one answer) bound what a hostile grammar costs: some 20 ms a mask.
+
+llguidance: https://github.com/guidance-ai/llguidance
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import llguidance
+import llguidance.hf
+import llguidance.numpy
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from paceline.coordinator.constraints import GrammarError, Mask
+from paceline.coordinator.errors import InputError
+from paceline.launcher.tokenizer import Tokenizer
+
+MAX_LEXER_STATES = 50_000
+"""Of one answer, about 2 kB each."""
+
+_EXCERPT = re.compile(r"\s*(\d+ \|.*|\^+\s*)")
+"""A line of a message that shows the grammar, or points into it."""
+
+
+class TokenizerGrammars:
+    """The coordinator's Grammars over one tokenizer. The first use pays for it: about a second, and some memory."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """vocab_size: the model's, which may differ from the tokenizer's; end_ids: allowed where an answer may end.
+
+        Raises InputError where there is no tokenizer, or none that llguidance can read.
+        """
+        if tokenizer.backend is None:
+            raise InputError("a grammar needs a tokenizer, and this model has none")
+        if not isinstance(tokenizer.backend, PreTrainedTokenizerFast):
+            raise InputError("a grammar needs a tokenizer of the tokenizers library, and this model has another one")
+        self._backend = tokenizer.backend
+        self._vocab_size = vocab_size
+        self._end_ids = list(end_ids)
+        self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self._executor = llguidance.LLExecutor()
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+        self._tokens: llguidance.LLTokenizer | None = None
+
+    def check(self, grammar: str) -> None:
+        """Raise InputError, one line, where a grammar cannot be used. Takes as long as to compile it."""
+        try:
+            self._compile(grammar)
+        except GrammarError as error:
+            raise InputError(str(error)) from error
+
+    def compile(self, grammar: str) -> Future[tuple[object, Mask]]:
+        """Compile on the thread of its own; see Grammars."""
+        return self._threads.submit(self._compile, grammar)
+
+    def _compile(self, grammar: str) -> tuple[object, Mask]:
+        matcher = llguidance.LLMatcher(self._tokenizer(), grammar, log_level=0, limits=self._limits)
+        mask = self._masks([matcher])[0]
+        if isinstance(mask, GrammarError):
+            raise mask
+        return matcher, mask
+
+    def advance(self, steps: Sequence[tuple[object, int]]) -> Sequence[Mask | GrammarError]:
+        """Take in the tokens, and work out the masks on several cores; see Grammars."""
+        llguidance.numpy.consume_token_par(self._executor, steps)  # type: ignore[arg-type]
+        return self._masks([matcher for matcher, _ in steps])  # type: ignore[misc]
+
+    def _masks(self, matchers: Sequence[llguidance.LLMatcher]) -> list[Mask | GrammarError]:
+        size = max(self._vocab_size, self._tokenizer().vocab_size)
+        bits = llguidance.numpy.allocate_token_bitmask(len(matchers), size)
+        llguidance.numpy.fill_next_token_bitmask_par(
+            self._executor, [(matcher, row) for row, matcher in enumerate(matchers)], bits
+        )
+        words = bits[:, : -(-self._vocab_size // 32)]
+        if self._vocab_size % 32:
+            words[:, -1] &= np.int32((1 << self._vocab_size % 32) - 1)
+        # A matcher that has erred allows the end ids: it is asked after each mask.
+        return [
+            GrammarError(_one_line(matcher.get_error())) if matcher.is_error() else row.tobytes()
+            for matcher, row in zip(matchers, words, strict=True)
+        ]
+
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        with self._lock:
+            if self._tokens is None:
+                size = max(self._vocab_size, len(self._backend))
+                self._tokens = llguidance.hf.from_tokenizer(self._backend, size, self._end_ids)
+            return self._tokens
+
+
+def _one_line(message: str) -> str:
+    """llguidance's words without its excerpts of the grammar, and without all special tokens that there are."""
+    if message.startswith("NoExtension"):
+        return "it allows no answer at all"
+    lines = [line.strip() for line in message.splitlines() if not _EXCERPT.fullmatch(line)]
+    return " ".join(lines).partition("; following special tokens")[0].removesuffix("<non-verbose/>").strip()
