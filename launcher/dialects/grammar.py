@@ -13,6 +13,7 @@ from typing import Any
 from paceline.launcher.dialects.dialect import Dialect
 from paceline.launcher.dialects.reasoning import CLOSING, OPENING
 from paceline.launcher.dialects.tool_formats import ToolFormat
+from paceline.launcher.structured_output import json_schema
 
 ANY_OBJECT = {"type": "object"}
 _TEXT = "TEXT: /(?s:.*)/"
@@ -76,6 +77,11 @@ def after_reasoning_grammar(dialect: Dialect, answer: str, *, opened: bool) -> s
     return _composed(f"start: {begin} @answer\n{reasoning}\ngap: /\\n{{0,2}}/", {"answer": answer})
 
 
+def object_grammar(schema: Mapping[str, Any]) -> str:
+    """A JSON object that is valid by a schema. Raises InputError as json_schema does."""
+    return json_schema({**ANY_OBJECT, **schema})
+
+
 def _composed(main: str, named: Mapping[str, str]) -> str:
     """A grammar that refers to others as @name."""
     grammars: list[dict[str, Any]] = [{"lark_grammar": main}]
@@ -104,7 +110,7 @@ def _function_rules(tool_format: ToolFormat, functions: Sequence[Function]) -> l
     rules = [f"function: {' | '.join(f'function_{place}' for place in range(len(functions)))}"]
     for place, function in enumerate(functions):
         head = f'{{"name": {json.dumps(function.name)}, {json.dumps(tool_format.arguments_keys[0])}: '
-        schema = json.dumps({**ANY_OBJECT, **function.schema}, ensure_ascii=False)
+        schema = json.dumps(json.loads(object_grammar(function.schema))["grammars"][0]["json_schema"])
         rules.append(f'function_{place}: {json.dumps(head)} arguments_{place} "}}"')
         rules.append(f"arguments_{place}: %json {schema}")
     return rules

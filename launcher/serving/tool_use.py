@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
+from paceline.coordinator.errors import InputError
 from paceline.launcher.dialects.dialect import Dialect
-from paceline.launcher.dialects.grammar import ANY_OBJECT, Function, calls_grammar, text_or_calls_grammar
+from paceline.launcher.dialects.grammar import (
+    ANY_OBJECT,
+    Function,
+    calls_grammar,
+    object_grammar,
+    text_or_calls_grammar,
+)
 from paceline.launcher.serving.errors import bad_request
 from paceline.launcher.serving.tool_schemas import Choice, FunctionDefinition, FunctionName
 
@@ -91,6 +97,9 @@ def _check_schema(function: FunctionDefinition, where: str, *, compile_it: bool)
     if schema.get("type", "object") != "object":
         raise bad_request(f"{where} must be a JSON schema of type object", where)
     if compile_it:
-        grammar = json.dumps({"grammars": [{"json_schema": {**ANY_OBJECT, **schema}}]})
-        if fault := LLMatcher.validate_grammar(grammar):
+        try:
+            fault = LLMatcher.validate_grammar(object_grammar(schema))
+        except InputError as error:
+            fault = str(error)
+        if fault:
             raise bad_request(f"{where} cannot be used as a JSON schema: {fault.splitlines()[0]}", where)
