@@ -111,7 +111,11 @@ def _check_grammar(value: object) -> None:
         return
     if not isinstance(value, str) or not value.strip():
         raise InputError(f"grammar must be a non-empty text, got {shown(value)}")
-    if len(value.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise InputError(f"grammar is no valid Unicode text at character {error.start}") from error
+    if size > MAX_GRAMMAR_BYTES:
         raise InputError(f"grammar may have at most {MAX_GRAMMAR_BYTES} bytes")
 
 

@@ -156,6 +156,11 @@ class Engine:
             raise
         return request_ids
 
+    def prepare_grammars(self) -> None:
+        """Make ready for grammars before the first request has one, whose coming would hold up all others."""
+        if self._grammars is not None:
+            self._grammars.prepare()
+
     def abort(self, request_ids: Sequence[str]) -> None:
         """Stop requests; finished and unknown ones are passed over."""
         for request_id in request_ids:

@@ -23,15 +23,15 @@ from paceline.coordinator.constraints import GrammarError, Mask
 from paceline.coordinator.errors import InputError
 from paceline.launcher.tokenizer import Tokenizer
 
-MAX_LEXER_STATES = 50_000
-"""Of one answer, about 2 kB each."""
+MAX_LEXER_STATES = 20_000
+"""Of one answer, up to 4 kB each."""
 
 _EXCERPT = re.compile(r"\s*(\d+ \|.*|\^+\s*)")
 """A line of a message that shows the grammar, or points into it."""
 
 
 class TokenizerGrammars:
-    """The coordinator's Grammars over one tokenizer. The first use pays for it: about a second, and some memory."""
+    """The coordinator's Grammars over one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
         """vocab_size: the model's, which may differ from the tokenizer's; end_ids: allowed where an answer may end.
@@ -50,6 +50,10 @@ class TokenizerGrammars:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._tokens: llguidance.LLTokenizer | None = None
+
+    def prepare(self) -> None:
+        """Do now what the first grammar would have to wait for: about a second, in which no other thread runs."""
+        self._tokenizer()
 
     def check(self, grammar: str) -> None:
         """Raise InputError, one line, where a grammar cannot be used. Takes as long as to compile it."""

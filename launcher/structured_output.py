@@ -33,18 +33,20 @@ def json_schema(schema: Mapping[str, Any] | bool | str) -> str:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"the JSON schema is no JSON: {error}") from error
+        except json.JSONDecodeError as error:
+            raise InputError(f"the JSON schema is no valid JSON at character {error.pos}") from error
+        except (ValueError, RecursionError) as error:  # a number too long to read, or nested beyond all measure
+            raise InputError("the JSON schema is nested too deep, or holds a number that is too long") from error
     if not isinstance(schema, (Mapping, bool)):
         raise InputError(f"a JSON schema must be an object, got {shown(schema)}")
     _check_nesting(schema)
     try:
-        text = json.dumps(schema, allow_nan=False)
+        text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise InputError(f"the JSON schema holds what JSON has not: {error}") from error
     # A schema may not make its own errors pass (x-guidance can ask for that).
     return llguidance.LLMatcher.grammar_from_json_schema(
-        text, defaults={"whitespace_pattern": WHITESPACE}, overrides={"lenient": False}
+        _text(text, "the JSON schema"), defaults={"whitespace_pattern": WHITESPACE}, overrides={"lenient": False}
     )
 
 
@@ -58,9 +60,7 @@ def regex(pattern: str) -> str:
 
     https://docs.rs/regex/latest/regex/#syntax
     """
-    if not isinstance(pattern, str):
-        raise InputError(f"a regular expression must be a text, got {shown(pattern)}")
-    return llguidance.LLMatcher.grammar_from_regex(pattern)
+    return llguidance.LLMatcher.grammar_from_regex(_text(pattern, "a regular expression"))
 
 
 def choice(texts: Sequence[str]) -> str:
@@ -68,8 +68,8 @@ def choice(texts: Sequence[str]) -> str:
     if isinstance(texts, str) or not isinstance(texts, Sequence) or not texts or len(texts) > MAX_CHOICES:
         raise InputError(f"choices must be a list of 1 to {MAX_CHOICES} texts, got {shown(texts)}")
     for text in texts:
-        if not isinstance(text, str) or not text:
-            raise InputError(f"choices must be non-empty texts, got {shown(text)}")
+        if not _text(text, "a choice"):
+            raise InputError("a choice must not be empty")
     # Lark's texts are written as JSON's.
     return llguidance.grammar_from("lark", "start: " + " | ".join(map(json.dumps, dict.fromkeys(texts))))
 
@@ -79,12 +79,20 @@ def context_free(text: str) -> str:
 
     Raises InputError where it is GBNF that cannot be read; Lark is looked at when the grammar is used.
     """
-    if not isinstance(text, str):
-        raise InputError(f"a grammar must be a text, got {shown(text)}")
     try:
-        return llguidance.grammar_from("grammar", text)
+        return llguidance.grammar_from("grammar", _text(text, "a grammar"))
     except ValueError as error:
         raise InputError(" ".join(str(error).split())) from error
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{what} must be a text, got {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} is no valid Unicode text at character {error.start}") from error
+    return value
 
 
 def _check_nesting(schema: object) -> None:

@@ -178,6 +178,8 @@ class Answers:
                 self._engine.abort(request_id)
             else:
                 reason = "stop"
+        elif reason == "error":
+            raise ApiError(400, f"the answer's grammar cannot be followed: {news.error}", code="grammar_error")
         elif reason is not None and reason not in ("stop", "length"):
             raise ApiError(503, "the server ended this request before it was finished", code="request_aborted")
         if reason is None:

@@ -24,11 +24,16 @@ from paceline.launcher.tokenizer import Tokenizer
 
 
 def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
-    """The application. Its state.admission refuses new requests with 503 once closed, and counts those accepted."""
+    """The application.
+
+    Its state.admission refuses new requests with 503 once closed, and counts those accepted; its state.grammars may be
+    prepared.
+    """
     door = Door(engine, tokenizer, settings)
     # FastAPI's pages of documentation load scripts from other hosts, so only the description itself is served.
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = door.admission
+    app.state.grammars = door.grammars
     for routes in (chat_routes, completion_routes, response_routes, model_routes, token_routes, watch_routes):
         app.include_router(routes(door))
     # All other exceptions reach the gate by themselves.

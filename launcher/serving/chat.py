@@ -43,6 +43,7 @@ def chat_routes(door: Door) -> APIRouter:
 
         async def work(outbox: Outbox) -> None:
             with door.admission.hold(params.n, "n"):
+                await door.grammars.check(body, use)
                 prompt = await door.prompts.chat(body.messages, options, () if use is None else use.told)
                 check_length(prompt, params.max_tokens, info, param="messages", max_tokens_param=body.max_tokens_param)
                 answer_id = new_id("chatcmpl")

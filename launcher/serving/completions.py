@@ -38,6 +38,7 @@ def completion_routes(door: Door) -> APIRouter:
 
         async def work(outbox: Outbox) -> None:
             with door.admission.hold(len(parts) * params.n, "prompt" if params.n == 1 else "n"):
+                await door.grammars.check(body)
                 # The default is no wish: it may be cut to what the prompt leaves.
                 wanted = params.max_tokens if "max_tokens" in body.model_fields_set else None
                 prompts = [

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.coordinator.errors import InputError
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.answer_text import AnswerText
 from paceline.launcher.dialects.answer_parser import AnswerParser
@@ -69,7 +70,11 @@ def held_to(params: SamplingParams, use: ToolUse | None, prompt: Prompt, dialect
         return params
     if dialect.reasons and not forbids_reasoning(prompt.ending):
         grammar = after_reasoning_grammar(dialect, grammar, opened=opens_reasoning(prompt.ending))
-    return dataclasses.replace(params, grammar=grammar)
+    try:
+        return dataclasses.replace(params, grammar=grammar)
+    except InputError as error:  # too long, with the schemas of all tools
+        message = f"the schemas of tools and the form of the answer are too long together: {error}"
+        raise bad_request(message, "tools") from error
 
 
 def reader_of(tokenizer: Tokenizer, use: ToolUse | None, prompt: Prompt, dialect: Dialect) -> MakeReader:

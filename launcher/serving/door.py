@@ -19,6 +19,7 @@ from paceline.launcher.serving.prompts import Prompt, PromptReader
 from paceline.launcher.serving.record import record_of
 from paceline.launcher.serving.schemas import SamplingBody
 from paceline.launcher.serving.settings import ServerSettings
+from paceline.launcher.serving.structured import GrammarCheck
 from paceline.launcher.serving.token_texts import TokenTexts
 from paceline.launcher.tokenizer import Tokenizer
 
@@ -36,6 +37,7 @@ class Door:
         self.prompts = PromptReader(tokenizer)
         self.token_texts = TokenTexts(tokenizer)
         self.dialect = find_dialect(tokenizer, settings.tool_parser, settings.reasoning_parser)
+        self.grammars = GrammarCheck(tokenizer)
         self.started = int(time.time())
 
     @property

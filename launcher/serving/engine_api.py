@@ -34,11 +34,13 @@ class TokenNews:
     cached_tokens: int
     """Prompt tokens that were found in the prefix cache."""
     finish_reason: str | None = None
-    """stop, length or abort with the last news."""
+    """stop, length, abort or error with the last news."""
     stop_token: int | None = None
     """The token id that ended the answer, where one did."""
     timings: RequestTimings | None = None
     """With the last news."""
+    error: str = ""
+    """What went wrong, where finish_reason is error."""
 
 
 class EngineApi(Protocol):

@@ -200,6 +200,7 @@ def _news(event: RequestEvent) -> TokenNews:
         event.finish_reason,
         event.stop_token,
         event.timings,
+        event.error,
     )
 
 

@@ -23,7 +23,7 @@ RETRY_AFTER_S = 1
 """What a client that came at a bad moment is asked to wait."""
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_UNION_TAG = re.compile(r"str|int|float|bool|dict|(list|literal|constrained-\w+|function-\w+)\[.*\]|[A-Z]\w*")
+_UNION_TAG = re.compile(r"str|int|float|bool|(list|dict|literal|constrained-\w+|function-\w+)\[.*\]|[A-Z]\w*")
 
 
 class ApiError(Exception):

@@ -74,6 +74,7 @@ async def serve(settings: FrontSettings) -> int:
     try:
         try:
             app = create_app(link, Tokenizer(Path(settings.folder)), settings.server)
+            app.state.grammars.prepare()
         except InputError as error:
             link.send(FrontFailed(str(error)))
             return 1

@@ -209,11 +209,14 @@ def _event_fields(event: RequestEvent) -> tuple[object, ...]:
         event.finish_reason,
         event.stop_token,
         timings and (timings.arrived, timings.first_scheduled, timings.first_token, timings.finished),
+        event.error,
     )
 
 
 def _event(fields: Sequence[Any]) -> RequestEvent:
-    request_id, token_ids, logprobs, num_prompt_tokens, cached_tokens, finish_reason, stop_token, timings = fields
+    request_id, token_ids, logprobs, num_prompt_tokens, cached_tokens, finish_reason, stop_token, timings, error = (
+        fields
+    )
     return RequestEvent(
         request_id,
         token_ids,
@@ -223,4 +226,5 @@ def _event(fields: Sequence[Any]) -> RequestEvent:
         finish_reason,
         stop_token,
         None if timings is None else RequestTimings(*timings),
+        error,
     )

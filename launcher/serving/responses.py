@@ -44,6 +44,7 @@ def response_routes(door: Door) -> APIRouter:
 
         async def work(outbox: Outbox) -> None:
             with door.admission.hold(1, "input"):
+                await door.grammars.check(body, use)
                 prompt = await _prompt(door, messages, options, use)
                 check_length(prompt, params.max_tokens, info, param="input", max_tokens_param="max_output_tokens")
                 rules = held_to(params, use, prompt, door.dialect)
@@ -130,7 +131,7 @@ def _head(body: ResponsesBody, params: SamplingParams, answer_id: str, model: st
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _format(body)},
         "truncation": "disabled",
         "previous_response_id": None,
         "store": False,
@@ -139,3 +140,9 @@ def _head(body: ResponsesBody, params: SamplingParams, answer_id: str, model: st
         "user": body.user,
         "service_tier": "default",
     }
+
+
+def _format(body: ResponsesBody) -> dict[str, Any]:
+    if body.text is None or body.text.format is None:
+        return {"type": "text"}
+    return body.text.format.model_dump(by_alias=True, exclude_none=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from paceline.launcher.serving.body import Body
-from paceline.launcher.serving.schemas import SamplingBody
+from paceline.launcher.serving.schemas import FORMAT_NAME, SamplingBody
 from paceline.launcher.serving.tool_schemas import MAX_TOOLS, Choice, FunctionDefinition, FunctionName
 
 _KEEPS_NOTHING = "the server keeps no responses: send the whole conversation as input"
@@ -70,7 +70,12 @@ class ResponsesNamedTool(FunctionName, OfTypeFunction):
 class TextFormat(Body):
     """What the text of an answer must be."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(default=None, pattern=FORMAT_NAME)
+    """Of a schema; has no effect, as description and strict: an answer always follows the schema."""
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
 
 class TextSettings(Body):

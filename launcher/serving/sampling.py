@@ -7,11 +7,12 @@ from typing import Any
 
 from paceline.coordinator.checks import MAX_INT32, check_integer, shown
 from paceline.coordinator.errors import InputError
-from paceline.coordinator.sampling_params import MAX_LOGPROBS, SamplingParams
+from paceline.coordinator.sampling_params import MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
 from paceline.launcher.serving.engine_api import EngineInfo
 from paceline.launcher.serving.errors import bad_request, field_at_fault
 from paceline.launcher.serving.responses_schemas import ResponsesBody
 from paceline.launcher.serving.schemas import AnswerBody, ChatBody, CompletionBody, SamplingBody
+from paceline.launcher.serving.structured import requested_grammar
 
 _SAME_NAMES = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
@@ -64,8 +65,14 @@ def _answer_sampling(
 def _sampling(body: SamplingBody, info: EngineInfo, has_tokenizer: bool, **values: Any) -> SamplingParams:
     """values: the rules that the endpoints' bodies do not have in common."""
     values |= {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
+    form = requested_grammar(body)
+    if form is not None and not has_tokenizer:
+        raise bad_request(f"{form[0]} needs a tokenizer, and this model has none", form[0])
+    if form is not None and len(form[1].encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        raise bad_request(f"{form[0]} may have at most {MAX_GRAMMAR_BYTES} bytes as a grammar", form[0])
+    grammar = None if form is None else form[1]
     try:
-        params = SamplingParams(**values, logit_bias=_logit_bias(body.logit_bias))
+        params = SamplingParams(**values, logit_bias=_logit_bias(body.logit_bias), grammar=grammar)
         params.check_vocabulary(info.vocab_size)
     except InputError as error:
         message = str(error)

@@ -26,6 +26,38 @@ class StreamOptions(Body):
     NEUTRAL: ClassVar = {"include_obfuscation": (False, True)}
 
 
+FORMAT_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+
+
+class JsonSchemaFormat(Body):
+    """A schema, as OpenAI has it."""
+
+    name: str = Field(pattern=FORMAT_NAME)
+    """Has no effect, as description and strict: an answer always follows the schema."""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's way to ask for a form."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's later way to ask for a form: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    """A JSON schema, or its text."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In Lark's notation as llguidance extends it, or in llama.cpp's GBNF."""
+    json_object: bool | None = None
+
+
 class SamplingBody(Body):
     """What all requests for answers share. None stands for the default."""
 
@@ -49,6 +81,14 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
 
+    structured_outputs: StructuredOutputs | None = None
+    """What the answer must look like; of this and the next four, or the endpoint's own field for it, at most one."""
+    guided_json: dict[str, Any] | str | None = None
+    """vLLM's earlier names of what structured_outputs holds."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     """Lower goes first."""
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
@@ -60,11 +100,6 @@ class SamplingBody(Body):
 
     NEUTRAL: ClassVar = {
         "service_tier": ("auto", "default"),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "structured_outputs": (),
         "prompt_logprobs": (),
         "best_of": (),
         "use_beam_search": (False,),
@@ -83,6 +118,8 @@ class AnswerBody(SamplingBody):
     stream_options: StreamOptions | None = None
     n: int | None = None
     max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    """What the answer must look like."""
 
     NEUTRAL: ClassVar = SamplingBody.NEUTRAL | {"metadata": ({},), "store": (False,)}
 
@@ -134,7 +171,6 @@ class ChatBody(AnswerBody):
     NEUTRAL: ClassVar = AnswerBody.NEUTRAL | {
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
@@ -164,7 +200,7 @@ class CompletionBody(AnswerBody):
     logprobs: int | None = None
     echo: bool | None = None
 
-    NEUTRAL: ClassVar = AnswerBody.NEUTRAL | {"suffix": ("",), "best_of": (1,), "response_format": ({"type": "text"},)}
+    NEUTRAL: ClassVar = AnswerBody.NEUTRAL | {"suffix": ("",), "best_of": (1,)}
 
 
 class TokenizeBody(Body):

@@ -147,6 +147,7 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
         from paceline.launcher.serving.engine_loop import EngineLoop
 
         engine = start_engine(dataclasses.replace(config, model=str(folder)), only_rank_0_heeds_signals=True)
+        engine.prepare_grammars()
         loop = EngineLoop(engine, zmq_socket)
         supervisor = Supervisor(
             loop, front, endpoint, arguments.drain_timeout, f"serving {server.model_names[0]} at {url}"

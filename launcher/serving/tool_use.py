@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llguidance import LLMatcher
-
 from paceline.coordinator.errors import InputError
 from paceline.launcher.dialects.dialect import Dialect
 from paceline.launcher.dialects.grammar import (
@@ -32,11 +30,22 @@ class ToolUse:
     """Whether the answer must be a call."""
     several: bool
     """Whether it may hold more calls than one."""
+    path: str
+    """Where in the request a function stands, {} being its place."""
 
     @property
     def names(self) -> list[str]:
         """Of the functions that may be called."""
         return [function.name for function in self.functions]
+
+    @property
+    def schemas(self) -> list[tuple[str, str]]:
+        """The schemas that calls are held to: where in the request each stands, and its grammar."""
+        return [
+            (f"{self.path.format(place)}.parameters", object_grammar(function.parameters or ANY_OBJECT))
+            for place, function in enumerate(self.told)
+            if function in self.functions and (self.required or function.strict)
+        ]
 
     def grammar(self, dialect: Dialect) -> str | None:
         """What answers have to follow; None where the model is free, as it is without strict functions."""
@@ -74,9 +83,7 @@ def read_tools(
         where = path.format(place)
         if function.name in names[:place]:
             raise bad_request(f"{where}.name is the name of two functions", f"{where}.name")
-        _check_schema(
-            function, f"{where}.parameters", compile_it=bool(function.strict or choice == "required" or named)
-        )
+        _check_schema(function, f"{where}.parameters")
     if choice == "none":
         return None
     if dialect.tools is None:
@@ -88,18 +95,16 @@ def read_tools(
         functions if named is None else [functions[names.index(named)]],
         required=named is not None or choice == "required",
         several=parallel is not False and named is None,
+        path=path,
     )
 
 
-def _check_schema(function: FunctionDefinition, where: str, *, compile_it: bool) -> None:
-    """The arguments of a call are an object; a schema that they are held to must be one that can be compiled."""
-    schema = function.parameters or {}
+def _check_schema(function: FunctionDefinition, where: str) -> None:
+    """The arguments of a call are an object."""
+    schema = function.parameters or ANY_OBJECT
     if schema.get("type", "object") != "object":
         raise bad_request(f"{where} must be a JSON schema of type object", where)
-    if compile_it:
-        try:
-            fault = LLMatcher.validate_grammar(object_grammar(schema))
-        except InputError as error:
-            fault = str(error)
-        if fault:
-            raise bad_request(f"{where} cannot be used as a JSON schema: {fault.splitlines()[0]}", where)
+    try:
+        object_grammar(schema)
+    except InputError as error:
+        raise bad_request(f"{where}: {error}", where) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from paceline.launcher.structured_output import choice, json_schema, regex
 
 REFERENCE = json.loads((Path(__file__).parent.parent / "reference" / "smollm2_greedy.json").read_text())
 
@@ -106,6 +109,29 @@ def test_any_number_of_ranks_gives_the_same_tokens(family: str, run_ranks: RunRa
     alone = answers(run_ranks(1, GENERATE, json.dumps(mixed_job(folder))))
     for size in (2, 4):
         assert answers(run_ranks(size, GENERATE, json.dumps(mixed_job(folder)))) == alone
+
+
+def test_grammars_on_two_ranks(
+    run_ranks: RunRanks, tiny: Callable[..., Any], default_model: Path, tmp_path: Path
+) -> None:
+    """Each rank masks its part of the vocabulary, rows with and without a grammar share steps, some are preempted."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama", vocab_size=49_159, eos_token_id=2).folder, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(default_model / name, folder)
+    grammars = (None, json_schema({"type": "object"}), regex("[a-z ]+[.]"), choice(["yes", "no"]), regex("(ab|ba){40}"))
+    rules = ({"temperature": 0}, {"temperature": 1.5, "seed": 4}, {"temperature": 1.0, "seed": 5, "top_p": 0.9})
+    job = {
+        "model": str(folder),
+        "prompts": [list(range(index, index + 20)) for index in range(15)],
+        "params": [
+            {"max_tokens": 30, "grammar": grammars[index % 5], "logprobs": 0, **rules[index % 3]} for index in range(15)
+        ],
+    }
+    *alone, _ = answers(run_ranks(1, GENERATE, json.dumps(job)))
+    *tight, last = answers(run_ranks(2, GENERATE, json.dumps(job | {"settings": {"num_blocks": 30}})))
+    assert last["preemptions"] > 0
+    assert [answer["token_ids"] for answer in tight] == [answer["token_ids"] for answer in alone]
 
 
 def test_preemption_on_two_ranks(run_ranks: RunRanks, tiny: Callable[..., Any]) -> None:

@@ -45,6 +45,8 @@ class EchoEngine:
             tensor_parallel_size=1,
         )
         self.failure: str | None = None
+        self.grammar_error: str | None = None
+        """How every request by a grammar ends, after its first token."""
         self.script: Sequence[int] | None = None
         self.tokens_at_once = 1
         self.gate = asyncio.Event()
@@ -109,6 +111,10 @@ class EchoEngine:
                     del self.running[request_id]
                 yield TokenNews(ids, logprobs, len(prompt), cached, reason, stop, timings)
                 if reason is not None:
+                    return
+                if params.grammar is not None and self.grammar_error is not None:
+                    del self.running[request_id]
+                    yield TokenNews((), (), len(prompt), cached, "error", error=self.grammar_error)
                     return
         finally:
             self.abort(request_id)

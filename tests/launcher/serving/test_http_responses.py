@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 pytestmark = pytest.mark.anyio
@@ -186,6 +187,23 @@ async def test_a_call_can_be_asked_for(thinker: Any, follows: Any) -> None:
     assert response.tools[0].name == "get_weather"
 
 
+async def test_a_format_of_the_text(thinker: Any, follows: Any) -> None:
+    class Answer(pydantic.BaseModel):
+        number: int
+
+    thinker.engine.script = thinker.tokenizer.encode_rendered('<think>Hm.</think>{"number": 42}')
+    response = await thinker.openai().responses.parse(model="smol", input="hi", text_format=Answer)
+    assert response.output_parsed == Answer(number=42)
+    assert response.text.format.schema_["properties"] == {"number": {"title": "Number", "type": "integer"}}
+    grammar = thinker.engine.submitted[-1][2].grammar
+    assert follows(thinker.tokenizer, grammar, '<think>Hm.</think>{"number": 42}')
+    assert not follows(thinker.tokenizer, grammar, '{"number": "42"}')
+    await thinker.openai().responses.create(
+        model="smol", input="hi", text={"format": {"type": "json_object"}}, reasoning={"effort": "none"}
+    )
+    assert follows(thinker.tokenizer, thinker.engine.submitted[-1][2].grammar, '{"a": 1}')
+
+
 async def test_an_engine_that_fails_in_the_middle_of_a_stream(served: Any) -> None:
     served.engine.script = served.ids("one two three four five six")
     served.engine.token_seconds = 0.02
@@ -222,7 +240,12 @@ WRONG = [
     ("tools[0].parameters", [{"type": "function", "name": "f", "parameters": {"type": "array"}}]),
     ("tool_choice", "required"),
     ("tool_choice", {"type": "function", "name": "f"}),
-    ("text.format.type", {"format": {"type": "json_schema", "name": "x", "schema": {}}}),
+    ("text.format.type", {"format": {"type": "xml"}}),
+    ("text.format.schema", {"format": {"type": "json_schema", "name": "x"}}),
+    ("text.format.name", {"format": {"type": "json_schema", "schema": {}}}),
+    ("text.format.name", {"format": {"type": "text", "name": "x"}}),
+    ("text.format.schema", {"format": {"type": "json_schema", "name": "x", "schema": {"type": "number", "if": {}}}}),
+    ("structured_outputs", {"regex": "a", "json_object": True}),
     ("reasoning.effort", {"effort": "high"}),
     ("metadata.a", {"a": 5}),
     ("previous_response_id", "resp_1"),

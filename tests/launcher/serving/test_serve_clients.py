@@ -12,9 +12,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -53,6 +55,33 @@ def test_a_chat_answer(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+class Answer(pydantic.BaseModel):
+    city: Literal["Paris", "Rome"]
+    confidence: float = pydantic.Field(ge=0, le=1)
+    is_capital: bool
+
+
+def test_a_parsed_answer(client: openai.OpenAI) -> None:
+    question = [{"role": "user", "content": QUESTION}]
+    for temperature in (0, 2):
+        answer = client.chat.completions.parse(
+            model=MODEL, messages=question, response_format=Answer, temperature=temperature, seed=1, max_tokens=200
+        )
+        assert isinstance(answer.choices[0].message.parsed, Answer)
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_choice_as_plain_completion(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL,
+        prompt="Yes or no?",
+        temperature=1,
+        seed=3,
+        extra_body={"structured_outputs": {"choice": ["Yes", "No"]}},
+    )
+    assert answer.choices[0].text in ("Yes", "No")
 
 
 def test_a_streamed_answer_is_the_same_text(client: openai.OpenAI) -> None:
