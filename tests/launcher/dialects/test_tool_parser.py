@@ -57,6 +57,8 @@ TRICKY = [
     '{"city": "Oslo"}',
     '{ "a" : [1, {"b": null}],\n "c": {} }',
     r'{"s": "}{ \"quoted\" ] [ \\", "t": "</tool_call> and <tool_call>"}',
+    r'{"s": "\"}"}',
+    r'{"s": "\\", "t": {"u": "\\\""}}',
     '{"名": "你好 🫠 é", "e": "\\ud83e\\udee0"}',
 ]
 HERMES_ANSWERS: list[tuple[str, Said]] = [
