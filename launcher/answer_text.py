@@ -17,12 +17,17 @@ class AnswerText:
     left out unless include_stop_str_in_output. Without a tokenizer there is no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, *, shown_ids: frozenset[int] = frozenset()
+    ) -> None:
+        """shown_ids: special tokens that are part of the text even where such are left out."""
         self._params = params
         self._num_tokens = 0
         self._detokenizer = None
         if tokenizer.backend is not None:
-            self._detokenizer = Detokenizer(tokenizer.backend, skip_special_tokens=params.skip_special_tokens)
+            self._detokenizer = Detokenizer(
+                tokenizer.backend, skip_special_tokens=params.skip_special_tokens, shown_ids=shown_ids
+            )
         self._stop_strings = StopStrings(tuple(params.stop), params.include_stop_str_in_output)
 
     @property

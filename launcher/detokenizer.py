@@ -37,13 +37,21 @@ them more than the 4 of the longest character."""
 class Detokenizer:
     """The text of one request's output, piece by piece."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """shown_ids: special tokens whose text is wanted all the same."""
+        skipped_ids = _special_ids(tokenizer) - shown_ids if skip_special_tokens else frozenset()
         table = token_bytes(tokenizer)
         self._text: _ByteText | _WindowText
         if table is not None:
-            self._text = _ByteText(table, _special_ids(tokenizer) if skip_special_tokens else frozenset())
+            self._text = _ByteText(table, skipped_ids)
         else:
-            self._text = _WindowText(tokenizer, skip_special_tokens)
+            self._text = _WindowText(tokenizer, skipped_ids)
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these further output ids settle; what may still change is kept for later."""
@@ -73,12 +81,11 @@ class _ByteText:
 class _WindowText:
     """Text of tokens that change with their neighbours."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skipped_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         # The Rust tokenizer itself where there is one: the wrapper around it takes longer than it does.
         self._fast = tokenizer.backend_tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
-        self._skip_special_tokens = skip_special_tokens
-        self._skipped_ids = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._skipped_ids = skipped_ids
         self._window: list[int] = []
         self._shown = 0
         """How many characters of the window's text were returned."""
@@ -114,13 +121,12 @@ class _WindowText:
         return token
 
     def _decode(self, token_ids: list[int]) -> str:
+        # What is to be skipped never entered the window.
         text: str
         if self._fast is not None:
-            text = self._fast.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+            text = self._fast.decode(token_ids, skip_special_tokens=False)
             return text
-        text = self._tokenizer.decode(
-            token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
 

@@ -54,7 +54,10 @@ class Tokenizer:
             raise InputError(f"the model in {self._folder} has no chat template; use a raw prompt (--raw)")
         try:
             text: str = tokenizer.apply_chat_template(
-                self._control.guarded(list(messages)), tokenize=False, add_generation_prompt=True, **template_options
+                self._control.guarded(list(messages)),
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._control.guarded(template_options),
             )
         except Exception as error:  # a template is a program of the checkpoint's author and may raise anything
             raise InputError(f"the chat template cannot render these messages: {error}") from error
@@ -74,6 +77,20 @@ class Tokenizer:
             return template_variables(self._require().get_chat_template())
         except ValueError:  # several templates, and none of them the default
             return None
+
+    def chat_template(self, *, with_tools: bool = False) -> str:
+        """The chat template's source, "" where there is none; some checkpoints have another one for tools."""
+        if not self.has_chat_template:
+            return ""
+        try:
+            return str(self.backend.get_chat_template(tools=[{}] if with_tools else None))
+        except ValueError as error:  # several templates, and none of them the default
+            raise InputError(f"the model in {self._folder} has no default chat template: {error}") from error
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens beside the vocabulary's own, special ones among them."""
+        return {} if self.backend is None else dict(self.backend.get_added_vocab())
 
     @property
     def has_chat_template(self) -> bool:

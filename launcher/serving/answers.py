@@ -11,13 +11,13 @@ from paceline.coordinator.errors import EngineError
 from paceline.coordinator.events import RequestTimings
 from paceline.coordinator.messages import TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
-from paceline.launcher.answer_text import AnswerText
 from paceline.launcher.choices import choice_seed
+from paceline.launcher.dialects.parts import Part
+from paceline.launcher.serving.answer_reader import AnswerReader
 from paceline.launcher.serving.engine_api import EngineApi, TokenNews
 from paceline.launcher.serving.errors import ApiError
 from paceline.launcher.serving.metrics import ServerMetrics
 from paceline.launcher.serving.prompts import Prompt
-from paceline.launcher.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,15 +27,19 @@ class Piece:
     index: int
     """Of the choice: those of the first prompt come first."""
     text: str
+    """Of a plain completion."""
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
     finish_reason: str | None = None
-    """stop or length, with the choice's last piece."""
+    """stop, length or tool_calls, with the choice's last piece."""
     stop_reason: int | str | None = None
     """The caller's own stop text or stop token id that ended the choice."""
+    parts: Sequence[Part] = ()
+    """Of a conversation's answer, in place of the text."""
 
 
 Show = Callable[[Piece], Awaitable[None]]
+MakeReader = Callable[[SamplingParams], AnswerReader]
 
 
 class Answers:
@@ -44,7 +48,7 @@ class Answers:
     def __init__(
         self,
         engine: EngineApi,
-        tokenizer: Tokenizer,
+        make_reader: MakeReader,
         metrics: ServerMetrics,
         prompts: Sequence[Prompt],
         params: SamplingParams,
@@ -55,7 +59,8 @@ class Answers:
         cache_salt: str,
     ) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
+        self._make_reader = make_reader
+        self._readers: list[AnswerReader] = []
         self._metrics = metrics
         self._prompts = prompts
         self.params = params
@@ -84,14 +89,22 @@ class Answers:
         """How many prompt tokens were found in the prefix cache, by each prompt's first choice."""
         return sum(self._cached)
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of the completion's tokens were reasoning."""
+        return sum(reader.reasoning_tokens for reader in self._readers)
+
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object, of now."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
     def log_fields(self, with_prompts: bool) -> dict[str, Any]:
         """What the log line of the request says of its answers."""
@@ -134,12 +147,13 @@ class Answers:
         watch = self._metrics.watch_answer(self._started, len(self._prompts[prompt].token_ids))
         finished = False
         try:
-            text = AnswerText(self._tokenizer, single)
+            reader = self._make_reader(single)
+            self._readers.append(reader)
             async for news in all_news:
                 if choice == 0:
                     self._cached[prompt] = news.cached_tokens
                 finished = news.finish_reason is not None
-                piece = self._piece(index, text, news, request_id)
+                piece = self._piece(index, reader, news, request_id)
                 if piece is not None:
                     watch.tokens(len(piece.token_ids))
                     self.completion_tokens += len(piece.token_ids)
@@ -157,14 +171,14 @@ class Answers:
                 self._engine.abort(request_id)
             await _close(all_news)
 
-    def _piece(self, index: int, text: AnswerText, news: TokenNews, request_id: str) -> Piece | None:
-        """The news as text; None between a stop text and the engine's word that the answer has ended there."""
+    def _piece(self, index: int, reader: AnswerReader, news: TokenNews, request_id: str) -> Piece | None:
+        """The news as text; None between an early end and the engine's word that the answer has ended there."""
         reason = news.finish_reason
-        if text.stop_text is not None:
-            # What was computed after the stop text is no part of the answer.
-            return None if reason is None else Piece(index, "", (), (), "stop", text.stop_text)
-        new_text = text.feed(news.token_ids, last=reason is not None, stop_token=news.stop_token)
-        if text.stop_text is not None:
+        if reader.ended:
+            # What was computed after the end is no part of the answer.
+            return None if reason is None else Piece(index, "", (), (), _ending(reader, "stop"), reader.stop_text)
+        text, parts = reader.feed(news.token_ids, last=reason is not None, stop_token=news.stop_token)
+        if reader.ended:
             if reason is None:
                 self._engine.abort(request_id)
             else:
@@ -173,8 +187,15 @@ class Answers:
             raise ApiError(400, f"the answer's grammar cannot be followed: {news.error}", code="grammar_error")
         elif reason is not None and reason not in ("stop", "length"):
             raise ApiError(503, "the server ended this request before it was finished", code="request_aborted")
-        stop_reason = None if reason is None else text.stop_text or text.stop_token(news.stop_token)
-        return Piece(index, new_text, news.token_ids, news.logprobs, reason, stop_reason)
+        if reason is None:
+            return Piece(index, text, news.token_ids, news.logprobs, parts=parts)
+        stop_reason = reader.stop_reason(news.stop_token)
+        return Piece(index, text, news.token_ids, news.logprobs, _ending(reader, reason), stop_reason, parts)
+
+
+def _ending(reader: AnswerReader, reason: str) -> str:
+    """The reason as clients know it: an answer that stopped of itself and holds calls waits for their results."""
+    return "tool_calls" if reason == "stop" and reader.num_calls else reason
 
 
 async def _close(news: AsyncIterator[TokenNews]) -> None:

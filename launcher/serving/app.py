@@ -22,6 +22,7 @@ from paceline.launcher.serving.gate import Gate
 from paceline.launcher.serving.general import model_routes, token_routes, watch_routes
 from paceline.launcher.serving.page_files import page_routes
 from paceline.launcher.serving.record import record_of
+from paceline.launcher.serving.responses import response_routes
 from paceline.launcher.serving.settings import ServerSettings
 from paceline.launcher.serving.watching import engine_routes
 from paceline.launcher.tokenizer import Tokenizer
@@ -57,7 +58,15 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
     )
     app.state.admission = door.admission
     app.state.grammars = door.grammars
-    for routes in (chat_routes, completion_routes, model_routes, token_routes, watch_routes, engine_routes):
+    for routes in (
+        chat_routes,
+        completion_routes,
+        response_routes,
+        model_routes,
+        token_routes,
+        watch_routes,
+        engine_routes,
+    ):
         app.include_router(routes(door))
     page = page_routes()
     app.router.routes.extend(page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,7 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.coordinator.messages import TokenLogprobs
+from paceline.launcher.dialects.parts import Arguments, Call, Content, Part, Reasoning
 from paceline.launcher.serving.answers import Piece
+from paceline.launcher.serving.conversation import held_to, reader_of, template_options
 from paceline.launcher.serving.delivery import Outbox
 from paceline.launcher.serving.door import Door
 from paceline.launcher.serving.prompts import check_length
@@ -20,6 +23,8 @@ from paceline.launcher.serving.sampling import chat_sampling
 from paceline.launcher.serving.schemas import ChatBody
 from paceline.launcher.serving.strict_json import StrictJsonRoute
 from paceline.launcher.serving.token_texts import TokenTexts, finite
+from paceline.launcher.serving.tool_schemas import NamedTool
+from paceline.launcher.serving.tool_use import read_tools
 
 
 def chat_routes(door: Door) -> APIRouter:
@@ -31,15 +36,21 @@ def chat_routes(door: Door) -> APIRouter:
         info = door.ready_engine()
         door.check_model(body.model)
         params = chat_sampling(body, info, door.tokenizer.backend is not None)
+        functions = [tool.function for tool in body.tools or ()]
+        choice = body.tool_choice.function if isinstance(body.tool_choice, NamedTool) else body.tool_choice
+        use = read_tools(functions, choice, body.parallel_tool_calls, door.dialect)
+        options = template_options(body.chat_template_kwargs, body.reasoning_effort, door.dialect)
         record = record_of(request)
 
         async def work(outbox: Outbox) -> None:
             with door.admission.hold(params.n, "n"):
-                await door.grammars.check(body)
-                prompt = await door.prompts.chat(body.messages, body.chat_template_kwargs)
+                await door.grammars.check(body, use)
+                prompt = await door.prompts.chat(body.messages, options, () if use is None else use.told)
                 check_length(prompt, params.max_tokens, info, param="messages", max_tokens_param=body.max_tokens_param)
                 answer_id = new_id("chatcmpl")
-                answers = door.answers(body, [prompt], params, answer_id, record)
+                rules = held_to(params, use, prompt, door.dialect)
+                reader = reader_of(door.tokenizer, use, prompt, door.dialect)
+                answers = door.answers(body, [prompt], rules, reader, answer_id, record)
                 shape = ChatShape(door.token_texts, with_logprobs=params.logprobs is not None)
                 await reply(outbox, body, answers, shape, answer_id=answer_id, model=door.model_name)
 
@@ -60,9 +71,15 @@ class ChatShape:
 
     def whole(self, choice: WholeChoice) -> dict[str, Any]:
         """A choice of a whole answer."""
+        content, reasoning, calls = said_in(choice.parts)
+        message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
+        message["refusal"] = None
+        message.update(_reasoning(reasoning))
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls.values()]
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -70,9 +87,13 @@ class ChatShape:
 
     def event(self, piece: Piece, *, first: bool) -> dict[str, Any]:
         """A choice of an event; the first says whose turn it is."""
-        delta: dict[str, Any] = {"role": "assistant", "content": piece.text} if first else {}
-        if piece.text:
-            delta["content"] = piece.text
+        content, reasoning, calls = said_in(piece.parts)
+        delta: dict[str, Any] = {"role": "assistant", "content": content} if first else {}
+        if content:
+            delta["content"] = content
+        delta.update(_reasoning(reasoning))
+        if calls:
+            delta["tool_calls"] = [{"index": index, **_call(call)} for index, call in calls.items()]
         choice = {
             "index": piece.index,
             "delta": delta,
@@ -98,3 +119,41 @@ class ChatShape:
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text, data = self._token_texts[token_id]
         return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+
+
+@dataclass(slots=True)
+class SaidCall:
+    """What some parts say of one call."""
+
+    begin: Call | None = None
+    """None where it had begun before them."""
+    arguments: str = ""
+
+
+def said_in(parts: Sequence[Part]) -> tuple[str, str, dict[int, SaidCall]]:
+    """Content, reasoning and, by their index, the calls that these parts say."""
+    content = reasoning = ""
+    calls: dict[int, SaidCall] = {}
+    for part in parts:
+        match part:
+            case Content():
+                content += part.text
+            case Reasoning():
+                reasoning += part.text
+            case Call():
+                calls[part.index] = SaidCall(part)
+            case Arguments():
+                calls.setdefault(part.index, SaidCall()).arguments += part.text
+    return content, reasoning, calls
+
+
+def _call(call: SaidCall) -> dict[str, Any]:
+    if call.begin is None:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.begin.name, "arguments": call.arguments}
+    return {"id": call.begin.call_id, "type": "function", "function": function}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under both names that clients read: vLLM's of today, and the one that it and DeepSeek had before."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}

@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.coordinator.messages import TokenLogprobs
+from paceline.launcher.answer_text import AnswerText
+from paceline.launcher.serving.answer_reader import AnswerReader
 from paceline.launcher.serving.answers import Piece
 from paceline.launcher.serving.delivery import Outbox
 from paceline.launcher.serving.door import Door
@@ -45,7 +47,14 @@ def completion_routes(door: Door) -> APIRouter:
                     for place, part in enumerate(parts)
                 ]
                 answer_id = new_id("cmpl")
-                answers = door.answers(body, prompts, params, answer_id, record)
+                answers = door.answers(
+                    body,
+                    prompts,
+                    params,
+                    lambda single: AnswerReader(AnswerText(door.tokenizer, single)),
+                    answer_id,
+                    record,
+                )
                 echoes = [_echo(door, prompt) for prompt in prompts for _ in range(params.n)] if body.echo else None
                 shape = CompletionShape(door.token_texts, answers.count, params.logprobs is not None, echoes)
                 await reply(outbox, body, answers, shape, answer_id=answer_id, model=door.model_name)

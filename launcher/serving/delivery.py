@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from pydantic_core import to_json
@@ -33,6 +33,8 @@ class Outbox:
         self._begun = False
         self.started = False
         """Whether a status was sent, or is being sent."""
+        self.on_failure: Callable[[ApiError], Awaitable[None]] | None = None
+        """How a stream that has begun says that it fails; None says it as the chat's streams do."""
 
     async def whole(self, content: object) -> None:
         """Send the one object."""
@@ -42,13 +44,22 @@ class Outbox:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def event(self, content: object) -> None:
+    async def event(self, content: object, kind: str | None = None) -> None:
         """Send one event; the first one begins the response, so that what fails before it has a status of its own."""
-        await self._write(b"data: %b\n\n" % _json(content), more=True)
+        name = b"" if kind is None else b"event: %b\n" % kind.encode()
+        await self._write(b"%bdata: %b\n\n" % (name, _json(content)), more=True)
 
-    async def end(self) -> None:
-        """Send the event that ends a stream."""
-        await self._write(b"data: [DONE]\n\n", more=False)
+    async def end(self, *, mark: bool = True) -> None:
+        """End a stream; mark: with the event that says so."""
+        await self._write(b"data: [DONE]\n\n" if mark else b"", more=False)
+
+    async def fail(self, error: ApiError) -> None:
+        """End a stream that has begun with an error."""
+        if self.on_failure is not None:
+            await self.on_failure(error)
+        else:
+            await self.event(error.body())
+            await self.end()
 
     async def _write(self, data: bytes, *, more: bool) -> None:
         if not self._begun:
@@ -89,8 +100,7 @@ class Delivery(Response):
             if not outbox.started:
                 raise
             self._record.error = to_api_error(error, self._record.request_id)
-            await outbox.event(self._record.error.body())
-            await outbox.end()
+            await outbox.fail(self._record.error)
 
     async def _within_time(self, outbox: Outbox) -> None:
         try:

@@ -11,8 +11,9 @@ from starlette.requests import Request
 from paceline.coordinator.errors import EngineError
 from paceline.coordinator.events import CoordinatorStats
 from paceline.coordinator.sampling_params import SamplingParams
+from paceline.launcher.dialects.dialect import find_dialect
 from paceline.launcher.serving.admission import Admission
-from paceline.launcher.serving.answers import Answers
+from paceline.launcher.serving.answers import Answers, MakeReader
 from paceline.launcher.serving.delivery import Delivery, Work
 from paceline.launcher.serving.engine_api import EngineApi, EngineInfo
 from paceline.launcher.serving.errors import ApiError
@@ -20,7 +21,7 @@ from paceline.launcher.serving.exposition import Exposition
 from paceline.launcher.serving.metrics import ServerMetrics
 from paceline.launcher.serving.prompts import Prompt, PromptReader
 from paceline.launcher.serving.record import RequestRecord, record_of
-from paceline.launcher.serving.schemas import AnswerBody
+from paceline.launcher.serving.schemas import SamplingBody
 from paceline.launcher.serving.settings import ServerSettings
 from paceline.launcher.serving.structured import GrammarCheck
 from paceline.launcher.serving.token_texts import TokenTexts
@@ -42,6 +43,7 @@ class Door:
         self.exposition = Exposition(self.metrics, self.admission, settings.model_names[0])
         self.prompts = PromptReader(tokenizer)
         self.token_texts = TokenTexts(tokenizer)
+        self.dialect = find_dialect(tokenizer, settings.tool_parser, settings.reasoning_parser)
         self.grammars = GrammarCheck(tokenizer)
         self.started = int(time.time())
 
@@ -94,16 +96,20 @@ class Door:
 
     def answers(
         self,
-        body: AnswerBody,
+        body: SamplingBody,
         prompts: Sequence[Prompt],
         params: SamplingParams,
+        make_reader: MakeReader,
         answer_id: str,
         record: RequestRecord,
     ) -> Answers:
-        """The answers to these prompts, not yet begun; record: of the request, which is to know of them."""
+        """The answers to these prompts, not yet begun.
+
+        make_reader: of one answer with its sampling rules; record: of the request, which is to know of them.
+        """
         record.answers = Answers(
             self.engine,
-            self.tokenizer,
+            make_reader,
             self.metrics,
             prompts,
             params,

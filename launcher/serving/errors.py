@@ -27,7 +27,7 @@ CLIENT_GONE = 499
 """The status that the log and the metrics have for a client that left before its answer began (nginx's)."""
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_UNION_TAG = re.compile(r"str|int|float|bool|(list|dict|constrained-\w+|function-\w+)\[.*\]|[A-Z]\w*")
+_UNION_TAG = re.compile(r"str|int|float|bool|(list|dict|literal|constrained-\w+|function-\w+)\[.*\]|[A-Z]\w*")
 
 
 # By pydantic's types of errors: https://docs.pydantic.dev/latest/errors/validation_errors/
@@ -147,10 +147,9 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return bad_request(f"the body is no valid JSON at character {first['loc'][-1]}", None, "invalid_json")
     param = _param(first["loc"], first["type"])
     # Of a field that may be of several kinds, the one that was meant is the one that got further.
-    deeper = [each for each in errors if _param(each["loc"], each["type"]).startswith((f"{param}.", f"{param}["))]
-    if param and deeper:
-        first = deeper[0]
-        param = _param(first["loc"], first["type"])
+    for each in errors:
+        if param and (inner := _param(each["loc"], each["type"])).startswith((f"{param}[", f"{param}.")):
+            first, param = each, inner
     if not param:
         return bad_request(
             "the body must be a JSON object, sent with the header content-type: application/json", None, "invalid_json"

@@ -13,6 +13,7 @@ from paceline.launcher.serving.exposition import CONTENT_TYPE
 from paceline.launcher.serving.prompts import Prompt, check_token_ids
 from paceline.launcher.serving.schemas import DetokenizeBody, TokenizeBody
 from paceline.launcher.serving.strict_json import StrictJsonRoute
+from paceline.launcher.serving.tool_use import read_tools
 
 
 def watch_routes(door: Door) -> APIRouter:
@@ -129,5 +130,8 @@ async def _prompt(door: Door, body: TokenizeBody) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
-        return await door.prompts.chat(body.messages, body.chat_template_kwargs)
+        use = read_tools([tool.function for tool in body.tools or ()], None, None, door.dialect)
+        return await door.prompts.chat(body.messages, body.chat_template_kwargs, () if use is None else use.told)
+    if body.tools is not None:
+        raise bad_request("tools need messages", "tools")
     return await door.prompts.text(body.prompt or "", "prompt", special_tokens=body.add_special_tokens)

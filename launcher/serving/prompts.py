@@ -15,10 +15,14 @@ from paceline.coordinator.request import check_prompt
 from paceline.launcher.serving.engine_api import EngineInfo
 from paceline.launcher.serving.errors import bad_request
 from paceline.launcher.serving.schemas import Message
+from paceline.launcher.serving.tool_schemas import FunctionDefinition
+from paceline.launcher.serving.turns import Turn, template_tool, turns_of
 from paceline.launcher.tokenizer import Tokenizer
 
 LONG_TEXT = 4096
 """Characters from which tokenising (about a millisecond here) leaves the event loop for a thread."""
+ENDING_LENGTH = 64
+"""Characters of a rendered conversation that are kept, longer than anything that templates write there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,8 @@ class Prompt:
     token_ids: Sequence[int]
     text: str | None = None
     """Where it was given as text."""
+    ending: str = ""
+    """The last characters of a rendered conversation, where templates begin the answer."""
 
 
 class PromptReader:
@@ -40,8 +46,13 @@ class PromptReader:
         if tokenizer.backend is not None:
             self._reserved |= inspect.signature(tokenizer.backend.apply_chat_template).parameters.keys()
 
-    async def chat(self, messages: Sequence[Message], options: dict[str, Any] | None) -> Prompt:
-        """The prompt of a conversation. Raises ApiError (400) where it cannot be rendered."""
+    async def chat(
+        self, messages: Sequence[Message], options: Mapping[str, Any] | None, tools: Sequence[FunctionDefinition] = ()
+    ) -> Prompt:
+        """The prompt of a conversation that is told of these tools.
+
+        Raises ApiError (400) where it cannot be rendered.
+        """
         options = options or {}
         for name in options:
             if name in self._reserved:
@@ -49,15 +60,24 @@ class PromptReader:
         if not self._tokenizer.has_chat_template:
             raise bad_request("the model has no chat template; use /v1/completions", "messages", "no_chat_template")
         self._check_options(options)
-        turns = [_turn(place, message) for place, message in enumerate(messages)]
-        size = sum(len(turn["content"]) for turn in turns)
+        turns = turns_of(messages)
+        self._check_calls(turns)
+        told = [template_tool(function) for function in tools] or None
 
-        def encode() -> Sequence[int]:
-            text = self._tokenizer.render_chat(turns, **options)
-            self._check_names(turns, text, options)
-            return self._tokenizer.encode_rendered(text)
+        def encode() -> Prompt:
+            text = self._tokenizer.render_chat(turns, tools=told, **options)
+            self._check_names(turns, text, tools=told, **options)
+            return Prompt(self._tokenizer.encode_rendered(text), ending=text[-ENDING_LENGTH:])
 
-        return Prompt(await self._run(size, "messages", encode))
+        size = sum(len(turn["content"]) for turn in turns) + (LONG_TEXT if told else 0)
+        return await self._run(size, "messages", encode)
+
+    def _check_calls(self, turns: Sequence[Turn]) -> None:
+        """Most templates write roles that they do not know as any other; calls they would leave out."""
+        place = next((place for place, turn in enumerate(turns) if "tool_calls" in turn), None)
+        if place is not None and "tool_calls" not in self._tokenizer.chat_template(with_tools=True):
+            field = f"messages[{place}].tool_calls"
+            raise bad_request(f"{field} cannot be shown: the model's chat template does not know tools", field)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ApiError (400) for a variable that the template does not read: it would have no effect."""
@@ -69,7 +89,7 @@ class PromptReader:
                     "chat_template_kwargs",
                 )
 
-    def _check_names(self, turns: Sequence[Mapping[str, Any]], text: str, options: Mapping[str, Any]) -> None:
+    def _check_names(self, turns: Sequence[Mapping[str, Any]], text: str, **options: Any) -> None:
         """Raise ApiError (400) where messages have names and the text is the same without them."""
         place = next((place for place, turn in enumerate(turns) if "name" in turn), None)
         if place is not None:
@@ -81,15 +101,15 @@ class PromptReader:
     async def text(self, text: str, param: str, *, special_tokens: bool = True) -> Prompt:
         """The prompt of a plain text, by default with what the tokenizer itself puts before it (one BOS at most)."""
 
-        def encode() -> Sequence[int]:
+        def encode() -> Prompt:
             token_ids = self._tokenizer.encode(text)
             if not special_tokens:
                 token_ids = self._tokenizer.backend.encode(text, add_special_tokens=False)
-            return token_ids
+            return Prompt(token_ids, text)
 
-        return Prompt(await self._run(len(text), param, encode), text)
+        return await self._run(len(text), param, encode)
 
-    async def _run(self, size: int, param: str, encode: Callable[[], Sequence[int]]) -> Sequence[int]:
+    async def _run(self, size: int, param: str, encode: Callable[[], Prompt]) -> Prompt:
         try:
             if size < LONG_TEXT:
                 return encode()
@@ -144,20 +164,6 @@ def check_length(
             max_tokens_param,
             code,
         )
-
-
-def _turn(place: int, message: Message) -> dict[str, Any]:
-    """A message as templates expect it: its content one text."""
-    if message.content is None and message.role != "assistant":
-        raise bad_request(f"messages[{place}].content must be a text", f"messages[{place}].content")
-    content = message.content or ""
-    if not isinstance(content, str):
-        content = "\n".join(part.text for part in content)
-    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    for name in ("name", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            turn[name] = value
-    return turn
 
 
 def _kind(value: object) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.coordinator.messages import TokenLogprobs
+from paceline.launcher.dialects.parts import Part
 from paceline.launcher.serving.answers import Answers, Piece
 from paceline.launcher.serving.delivery import Outbox
 from paceline.launcher.serving.schemas import AnswerBody
@@ -19,6 +20,7 @@ class WholeChoice:
 
     index: int
     text: str = ""
+    parts: list[Part] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
@@ -27,6 +29,7 @@ class WholeChoice:
     def add(self, piece: Piece) -> None:
         """Take in the next piece."""
         self.text += piece.text
+        self.parts.extend(piece.parts)
         self.token_ids.extend(piece.token_ids)
         self.logprobs.extend(piece.logprobs)
         self.finish_reason = piece.finish_reason
@@ -84,7 +87,7 @@ async def _stream(outbox: Outbox, body: AnswerBody, answers: Answers, shape: Sha
     async def show(piece: Piece) -> None:
         first = not begun[piece.index]
         begun[piece.index] = True
-        if not (first or piece.text or piece.logprobs or piece.finish_reason):
+        if not (first or piece.text or piece.parts or piece.logprobs or piece.finish_reason):
             return  # tokens whose text is not settled yet
         event = {**head, "choices": [shape.event(piece, first=first)]}
         if with_usage:

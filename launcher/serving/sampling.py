@@ -10,11 +10,12 @@ from paceline.coordinator.errors import InputError
 from paceline.coordinator.sampling_params import MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
 from paceline.launcher.serving.engine_api import EngineInfo
 from paceline.launcher.serving.errors import bad_request, field_at_fault
-from paceline.launcher.serving.schemas import AnswerBody, ChatBody, CompletionBody
+from paceline.launcher.serving.responses_schemas import ResponsesBody
+from paceline.launcher.serving.schemas import AnswerBody, ChatBody, CompletionBody, SamplingBody
 from paceline.launcher.serving.structured import requested_grammar
 
 _SAME_NAMES = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
 )
@@ -33,7 +34,7 @@ def chat_sampling(body: ChatBody, info: EngineInfo, has_tokenizer: bool) -> Samp
     if max_tokens is not None:
         _check(body.max_tokens_param, max_tokens, 1, MAX_INT32)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _sampling(body, info, has_tokenizer, max_tokens, logprobs)
+    return _answer_sampling(body, info, has_tokenizer, max_tokens, logprobs)
 
 
 def completion_sampling(body: CompletionBody, info: EngineInfo, has_tokenizer: bool) -> SamplingParams:
@@ -42,28 +43,36 @@ def completion_sampling(body: CompletionBody, info: EngineInfo, has_tokenizer: b
         raise bad_request(
             "logprobs with echo needs the prompt's log-probabilities, which this server does not compute", "echo"
         )
-    return _sampling(body, info, has_tokenizer, body.max_tokens, body.logprobs)
+    return _answer_sampling(body, info, has_tokenizer, body.max_tokens, body.logprobs)
 
 
-def _sampling(
+def responses_sampling(body: ResponsesBody, info: EngineInfo, has_tokenizer: bool) -> SamplingParams:
+    """Sampling rules of a request to /v1/responses. Raises ApiError (400) naming the field at fault."""
+    if body.max_output_tokens is not None:
+        _check("max_output_tokens", body.max_output_tokens, 1, MAX_INT32)
+    return _sampling(body, info, has_tokenizer, max_tokens=body.max_output_tokens)
+
+
+def _answer_sampling(
     body: AnswerBody, info: EngineInfo, has_tokenizer: bool, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
-    values: dict[str, Any] = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
+    n = 1 if body.n is None else body.n
+    return _sampling(body, info, has_tokenizer, n=n, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _sampling(body: SamplingBody, info: EngineInfo, has_tokenizer: bool, **values: Any) -> SamplingParams:
+    """values: the rules that the endpoints' bodies do not have in common."""
+    values |= {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
     form = requested_grammar(body)
     if form is not None and not has_tokenizer:
         raise bad_request(f"{form[0]} needs a tokenizer, and this model has none", form[0])
     if form is not None and len(form[1].encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise bad_request(f"{form[0]} may have at most {MAX_GRAMMAR_BYTES} bytes as a grammar", form[0])
+    grammar = None if form is None else form[1]
     try:
-        params = SamplingParams(
-            **values,
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-            logit_bias=_logit_bias(body.logit_bias),
-            grammar=None if form is None else form[1],
-        )
+        params = SamplingParams(**values, logit_bias=_logit_bias(body.logit_bias), grammar=grammar)
         params.check_vocabulary(info.vocab_size)
     except InputError as error:
         message = str(error)

@@ -7,35 +7,12 @@ supported may only have the value it has when absent (NEUTRAL).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
-from paceline.launcher.serving.errors import bad_request
-
-
-class Body(BaseModel):
-    """What all bodies share."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
-
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Known fields that are not supported, and the values beside null that ask for nothing."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_out_neutral(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        for name in cls.NEUTRAL.keys() & values.keys():
-            value = values[name]
-            # The types are compared too: 1 == True.
-            if value is not None and not any(
-                type(value) is type(neutral) and value == neutral for neutral in cls.NEUTRAL[name]
-            ):
-                raise bad_request(f"{name} is not supported by this server", name, "unsupported_parameter")
-        return {name: value for name, value in values.items() if name not in cls.NEUTRAL}
+from paceline.launcher.serving.body import Body
+from paceline.launcher.serving.tool_schemas import MAX_TOOLS, Choice, NamedTool, Tool, ToolCall
 
 
 class StreamOptions(Body):
@@ -46,13 +23,16 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
     """With include_usage, the usage so far in every chunk."""
 
-    NEUTRAL = {"include_obfuscation": (False, True)}
+    NEUTRAL: ClassVar = {"include_obfuscation": (False, True)}
+
+
+FORMAT_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 class JsonSchemaFormat(Body):
     """A schema, as OpenAI has it."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    name: str = Field(pattern=FORMAT_NAME)
     """Has no effect, as description and strict: an answer always follows the schema."""
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -78,15 +58,13 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class AnswerBody(Body):
-    """What chat and plain completions share. None stands for the default."""
+class SamplingBody(Body):
+    """What all requests for answers share. None stands for the default."""
 
     model: str | None = None
     """One of the names that /v1/models lists; None is the one model that is served."""
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -96,7 +74,6 @@ class AnswerBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -104,9 +81,8 @@ class AnswerBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
 
-    response_format: ResponseFormat | None = None
-    """What the answer must look like; of this and the next five at most one."""
     structured_outputs: StructuredOutputs | None = None
+    """What the answer must look like; of this and the next four, or the endpoint's own field for it, at most one."""
     guided_json: dict[str, Any] | str | None = None
     """vLLM's earlier names of what structured_outputs holds."""
     guided_regex: str | None = None
@@ -122,9 +98,7 @@ class AnswerBody(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    NEUTRAL = {
-        "metadata": ({},),
-        "store": (False,),
+    NEUTRAL: ClassVar = {
         "service_tier": ("auto", "default"),
         "prompt_logprobs": (),
         "best_of": (),
@@ -138,6 +112,18 @@ class AnswerBody(Body):
     }
 
 
+class AnswerBody(SamplingBody):
+    """What chat and plain completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    """What the answer must look like."""
+
+    NEUTRAL: ClassVar = SamplingBody.NEUTRAL | {"metadata": ({},), "store": (False,)}
+
+
 class TextPart(Body):
     """A piece of a message."""
 
@@ -148,15 +134,21 @@ class TextPart(Body):
 class Message(Body):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     """developer is OpenAI's later name of system."""
     content: str | list[TextPart] | None = None
     """Text parts are joined by line breaks. Only an assistant's may be null, which is the empty text."""
     name: str | None = None
     reasoning_content: str | None = None
-    """An earlier answer's, for templates that show it again."""
+    """An earlier answer's, for templates that show it again; it may as well be called reasoning."""
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    """Of an assistant."""
+    tool_call_id: str | None = None
+    """Of a tool's answer: the call that it answers."""
 
-    NEUTRAL = {"refusal": (), "audio": (), "annotations": ([],), "tool_calls": ([],), "function_call": ()}
+    NEUTRAL: ClassVar = {"refusal": (), "audio": (), "annotations": ([],), "function_call": ()}
+    INSTEAD: ClassVar = {"function_call": "use tool_calls"}
 
 
 class ChatBody(AnswerBody):
@@ -169,18 +161,19 @@ class ChatBody(AnswerBody):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the model's chat template, such as Qwen3's enable_thinking."""
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Choice | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    """Has no effect without tools."""
+    """false: at most one call. Has no effect without tools."""
+    reasoning_effort: str | None = None
+    """none, or what the model's chat template knows."""
 
-    NEUTRAL = AnswerBody.NEUTRAL | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
+    NEUTRAL: ClassVar = AnswerBody.NEUTRAL | {
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
-        "reasoning_effort": ("none",),
         "verbosity": (),
         "web_search_options": (),
         "echo": (False,),
@@ -189,19 +182,12 @@ class ChatBody(AnswerBody):
         "documents": ([],),
         "chat_template": (),
     }
+    INSTEAD: ClassVar = {"functions": "use tools", "function_call": "use tool_choice"}
 
     @property
     def max_tokens_param(self) -> str:
         """Which of its two names the client gave max_tokens."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_forbidden_tools(cls, values: Any) -> Any:
-        """Tools that must not be called change nothing: the model is not told of them."""
-        if isinstance(values, dict) and values.get("tool_choice") == "none":
-            return {name: value for name, value in values.items() if name != "tools"}
-        return values
 
 
 class CompletionBody(AnswerBody):
@@ -214,7 +200,7 @@ class CompletionBody(AnswerBody):
     logprobs: int | None = None
     echo: bool | None = None
 
-    NEUTRAL = AnswerBody.NEUTRAL | {"suffix": ("",), "best_of": (1,)}
+    NEUTRAL: ClassVar = AnswerBody.NEUTRAL | {"suffix": ("",), "best_of": (1,)}
 
 
 class TokenizeBody(Body):
@@ -225,6 +211,8 @@ class TokenizeBody(Body):
     messages: list[Message] | None = None
     add_special_tokens: bool = True
     """Of a prompt; a conversation's come from its template."""
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    """That the conversation is told of."""
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 

@@ -21,6 +21,7 @@ from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.launcher.checkpoint_source import resolve_checkpoint
 from paceline.launcher.default_model import MODEL_NAME
+from paceline.launcher.dialects.dialect import REASONING_PARSERS, TOOL_PARSERS
 from paceline.launcher.json_log import log_as_json, log_event
 from paceline.launcher.options import add_engine_options, engine_settings
 from paceline.launcher.serving.children import DRAIN_SECONDS, Child, Endpoint, die_with_parent, give_drain_receipt
@@ -90,6 +91,16 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "--otlp-endpoint",
         metavar="URL",
         help="send a trace of each request to this OpenTelemetry collector (OTLP, HTTP)",
+    )
+    group.add_argument(
+        "--tool-parser",
+        choices=TOOL_PARSERS,
+        help="how the model writes calls of tools (default: as its template says)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        help="how it marks its reasoning (default: as its template says)",
     )
     group.add_argument("--log-prompts", action="store_true", help="have prompts in the log")
     add_engine_options(parser, model_option=False)
@@ -199,6 +210,8 @@ def _server_settings(arguments: argparse.Namespace) -> ServerSettings:
         "cors_origins": arguments.cors_origin and tuple(arguments.cors_origin),
         "api_keys": keys,
         "allowed_hosts": hosts_to_allow(bound, arguments.allowed_host or (), has_keys=bool(keys)),
+        "tool_parser": arguments.tool_parser,
+        "reasoning_parser": arguments.reasoning_parser,
     }
     return ServerSettings(
         model_names=tuple(arguments.served_model_name or [name]),

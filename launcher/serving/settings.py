@@ -31,6 +31,10 @@ class ServerSettings:
     """Hosts that requests may be addressed to beside this machine's own; without any, they may be to all."""
     log_prompts: bool = False
     """Whether the log lines of requests hold their prompts."""
+    tool_parser: str | None = None
+    """How the model writes calls of tools, a name of TOOL_PARSERS; None finds it out from the chat template."""
+    reasoning_parser: str | None = None
+    """How the model writes its reasoning, a name of REASONING_PARSERS; None finds it out."""
 
     def __post_init__(self) -> None:
         for name in ("model_names", "api_keys", "cors_origins", "allowed_hosts"):

@@ -12,7 +12,9 @@ from paceline.coordinator.errors import InputError
 from paceline.launcher import structured_output
 from paceline.launcher.grammars import TokenizerGrammars
 from paceline.launcher.serving.errors import bad_request
-from paceline.launcher.serving.schemas import AnswerBody, ResponseFormat, StructuredOutputs
+from paceline.launcher.serving.responses_schemas import ResponsesBody, TextFormat
+from paceline.launcher.serving.schemas import AnswerBody, ResponseFormat, SamplingBody, StructuredOutputs
+from paceline.launcher.serving.tool_use import ToolUse
 from paceline.launcher.tokenizer import Tokenizer
 
 MAX_REMEMBERED = 256
@@ -22,7 +24,7 @@ _Asked = tuple[str, Callable[[Any], str], Any]
 """A field, how its value becomes a grammar, and the value."""
 
 
-def requested_grammar(body: AnswerBody) -> tuple[str, str] | None:
+def requested_grammar(body: SamplingBody) -> tuple[str, str] | None:
     """The field that asks for a form, and its grammar; None where none does.
 
     Raises ApiError (400) for two of them at once, and for a value that gives no grammar.
@@ -39,9 +41,11 @@ def requested_grammar(body: AnswerBody) -> tuple[str, str] | None:
         raise bad_request(f"{param}: {error}", param) from error
 
 
-def _asked(body: AnswerBody) -> Iterator[_Asked]:
-    if body.response_format is not None:
+def _asked(body: SamplingBody) -> Iterator[_Asked]:
+    if isinstance(body, AnswerBody) and body.response_format is not None:
         yield from _of_response_format(body.response_format)
+    if isinstance(body, ResponsesBody) and body.text is not None and body.text.format is not None:
+        yield from _of_text_format(body.text.format)
     if body.structured_outputs is not None:
         yield _of_structured_outputs(body.structured_outputs)
     for name, build in _FORMS.items():
@@ -58,6 +62,19 @@ def _of_response_format(given: ResponseFormat) -> Iterator[_Asked]:
         yield "response_format.json_schema.schema", structured_output.json_schema, given.json_schema.schema_
     elif given.type == "json_object":
         yield "response_format", lambda _: structured_output.json_object(), None
+
+
+def _of_text_format(given: TextFormat) -> Iterator[_Asked]:
+    named = {"name": given.name, "schema": given.schema_}
+    for field, value in {**named, "description": given.description, "strict": given.strict}.items():
+        if given.type == "json_schema" and field in named and value is None:
+            raise bad_request(f"text.format.{field} is missing", f"text.format.{field}")
+        if given.type != "json_schema" and value is not None:
+            raise bad_request(f"text.format.{field} goes with the type json_schema only", f"text.format.{field}")
+    if given.type == "json_schema":
+        yield "text.format.schema", structured_output.json_schema, given.schema_
+    elif given.type == "json_object":
+        yield "text.format", lambda _: structured_output.json_object(), None
 
 
 def _of_structured_outputs(given: StructuredOutputs) -> _Asked:
@@ -100,12 +117,13 @@ class GrammarCheck:
         if self._tokenizer.backend is not None:
             self._library().prepare()
 
-    async def check(self, body: AnswerBody) -> None:
-        """Raise ApiError (400) where the body asks for a form that cannot be followed."""
+    async def check(self, body: SamplingBody, use: ToolUse | None = None) -> None:
+        """Raise ApiError (400) where the body asks for a form, or for calls of tools, that cannot be followed."""
         asked = requested_grammar(body)
-        if asked is None:
-            return
-        param, grammar = asked
+        for param, grammar in (*(() if asked is None else (asked,)), *(() if use is None else use.schemas)):
+            await self._check(param, grammar)
+
+    async def _check(self, param: str, grammar: str) -> None:
         digest = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
         if digest in self._good:
             return

@@ -30,7 +30,7 @@ TRACES_PATH = "/v1/traces"
 FAREWELL_SECONDS = 2.0
 """At the end of the server, for sending what was not sent yet."""
 
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/responses": "chat"}
 
 _Value = str | int | float | Sequence[str]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import shutil
 import threading
 import time
@@ -13,10 +14,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import llguidance.hf
 import pytest
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 from playwright.sync_api import Browser, Page, sync_playwright
+from tokenizers import AddedToken
 
 from paceline.coordinator.block_manager import CACHED, FREE, BlockUsage
 from paceline.coordinator.errors import EngineError
@@ -225,7 +228,7 @@ def serve(tokenizer: Tokenizer) -> Serve:
     """serve(**settings): a server of its own."""
 
     def make(*, with_tokenizer: Tokenizer = tokenizer, **settings: Any) -> Served:
-        engine = EchoEngine(tokenizer.end_ids[0], len(tokenizer.backend))
+        engine = EchoEngine(tokenizer.end_ids[0], len(with_tokenizer.backend or tokenizer.backend))
         return Served(engine, with_tokenizer, ServerSettings(**{"model_names": ("smol", "alias")} | settings))
 
     return make
@@ -234,6 +237,97 @@ def serve(tokenizer: Tokenizer) -> Serve:
 @pytest.fixture
 def served(serve: Serve) -> Served:
     return serve()
+
+
+QWEN_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+# Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}For each function call return <tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n{"name": "' }}{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}"""
+"""As Qwen3's, for what matters here: the model itself writes <think>, or the template that there is nothing to it."""
+
+R1_TEMPLATE = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content.split('</think>')[-1] }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+<think>
+"""
+"""As that of DeepSeek-R1's distillations, which opens the reasoning itself."""
+
+LLAMA_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.tool_calls | default([]) | length > 1 %}
+{{- raise_exception("This model only supports single tool-calls at once!") }}
+{%- endif %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}
+{%- endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+"""As Llama 3.2's."""
+
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>")
+
+
+@pytest.fixture(scope="session")
+def templates() -> dict[str, str]:
+    """Chat templates by how a model of theirs writes calls or reasoning."""
+    unknown = QWEN_TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]").replace("</tool_call>", "")
+    return {"hermes": QWEN_TEMPLATE, "llama": LLAMA_TEMPLATE, "unknown": unknown, "r1": R1_TEMPLATE}
+
+
+@pytest.fixture(scope="session")
+def follows() -> Callable[[Tokenizer, str, str], bool]:
+    """follows(tokenizer, grammar, text): whether a whole answer is one that this grammar allows."""
+    prepared = functools.cache(lambda backend: llguidance.hf.from_tokenizer(backend))
+
+    def follow(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
+        matcher = llguidance.LLMatcher(prepared(tokenizer.backend), grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        return bool(matcher.consume_tokens(tokenizer.encode_rendered(text))) and matcher.is_accepting()
+
+    return follow
+
+
+@pytest.fixture(scope="session")
+def speak() -> Callable[..., Tokenizer]:
+    """speak(template, tags="special"): SmolLM2's tokenizer with this template.
+
+    Its tags are special tokens, or tokens ("added"), or ordinary text ("text").
+    """
+
+    @functools.cache
+    def make(template: str, *, tags: str = "added") -> Tokenizer:
+        tokenizer = Tokenizer(default_model_path())
+        if tags != "text":
+            special = tags == "special"
+            tokens = [AddedToken(tag, special=special, normalized=False) for tag in TAGS]
+            tokenizer.backend.add_tokens(tokens, special_tokens=special)
+        tokenizer.backend.chat_template = template
+        return tokenizer
+
+    return make
 
 
 @pytest.fixture

@@ -83,7 +83,9 @@ CHAT = [
     ("tools", [TOOL]),
     ("tool_choice", "required"),
     ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("tool_choice", "always"),
     ("functions", [TOOL]),
+    ("function_call", {"name": "f"}),
     ("reasoning_effort", "high"),
     ("logprobs", 3),
     ("top_logprobs", 3),
@@ -101,7 +103,7 @@ CHAT = [
     ("messages[0].role", [{"role": "king", "content": "x"}]),
     ("messages[0].content[0].type", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
     ("messages[1].contents", [*HELLO, {"role": "user", "contents": "x"}]),
-    ("tool_calls", [{"role": "assistant", "content": "", "tool_calls": [TOOL]}]),
+    ("messages[0].tool_calls[0].id", [{"role": "assistant", "content": "", "tool_calls": [TOOL]}]),
     ("messages", [{"role": "user", "content": "\ud800"}]),
     ("messages", [{"role": "user", "content": "many words " * 1000}]),
 ]
@@ -133,7 +135,7 @@ PLAIN = [
 
 def with_field(body: dict[str, Any], field: str, value: object) -> bytes:
     name = field.split("[")[0]
-    body[{"tool_calls": "messages"}.get(name, name)] = value
+    body[name] = value
     return json.dumps(body).encode()
 
 
