@@ -26,7 +26,7 @@ LOGGER = logging.getLogger("paceline.serving")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Whoever watches the process needs no key."""
 
-QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/v1/load"})
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/v1/load", "/v1/engine"})
 """Asked again and again by machines: a good answer is no news for the log."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
@@ -49,10 +49,10 @@ class Gate:
         paths: frozenset[str],
         page_paths: frozenset[str],
     ) -> None:
-        """paths: those that are counted by name; page_paths: the page's files."""
+        """paths: those that are counted by name; page_paths: the page's files, which are counted together."""
         self._app = app
         self._hosts = frozenset(settings.allowed_hosts)
-        self._open_paths = OPEN_PATHS | page_paths
+        self._page_paths = page_paths
         self._body_limit = settings.body_limit
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
         self._log_prompts = settings.log_prompts
@@ -91,10 +91,12 @@ class Gate:
 
     def _take_down(self, record: RequestRecord, headers: dict[bytes, bytes]) -> None:
         """Count a request that has ended, trace it, and log it where it is worth a line."""
-        self._metrics.count_request(record, record.path if record.path in self._paths else "other")
+        is_page = record.path in self._page_paths
+        path = "page" if is_page else record.path if record.path in self._paths else "other"
+        self._metrics.count_request(record, path)
         if self._tracing is not None:
             record.trace_id = self._tracing.record(record, headers)
-        if record.path not in QUIET_PATHS or record.error is not None:
+        if record.error is not None or not (is_page or record.path in QUIET_PATHS):
             log_event(LOGGER, "request", **record.log_fields(with_prompts=self._log_prompts))
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
@@ -108,7 +110,7 @@ class Gate:
             )
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        if not self._keys or scope["path"] in self._open_paths or scope["method"] == "OPTIONS":
+        if not self._keys or scope["path"] in OPEN_PATHS | self._page_paths or scope["method"] == "OPTIONS":
             return
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         digest = hashlib.sha256(given.strip()).digest()

@@ -17,6 +17,8 @@ from paceline.launcher.serving.door import Door
 
 MOST_CELLS = 4096
 """The map of blocks has at most so many cells; in a larger cache each stands for several blocks."""
+NOT_SHOWN = ("ranks", "step_seconds", "step_requests", "step_tokens")
+"""Of the statistics: what has a place of its own, and the distributions, which /metrics has."""
 SHARE_SECONDS = 0.25
 """However many watch, the engine is asked once in so long."""
 
@@ -35,8 +37,11 @@ def engine_routes(door: Door) -> APIRouter:
             "model": door.model_name,
             "max_model_len": info.max_model_len,
             "taken": view.taken,
-            "ranks": [{"rank": rank, "device": device} for rank, device in enumerate(info.devices)],
-            "stats": dataclasses.asdict(view.stats),
+            "ranks": [
+                {**dataclasses.asdict(state), "device": device}
+                for state, device in zip(view.stats.ranks, info.devices, strict=True)
+            ],
+            "stats": {name: value for name, value in dataclasses.asdict(view.stats).items() if name not in NOT_SHOWN},
             "blocks": block_map(view.block_holders, info.block_size),
             "requests": [each._asdict() for each in view.requests],
             "steps": [each._asdict() for each in view.steps],

@@ -1,8 +1,9 @@
-"""The default model, made once a session by two processes at the same time; a scripted server for the client tools."""
+"""The default model, made once a session by two processes at once; a scripted server for the clients; a browser."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
 
 
 @dataclass(frozen=True)
@@ -181,3 +183,50 @@ def stub() -> Iterator[StubServer]:
     yield app
     server.should_exit = True
     thread.join()
+
+
+CHROMIUM_SWITCHES = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
+CHROMIUM_SWITCHES += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """Headless Chromium, the system's own. While it is there no other event loop can run in its thread."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next((found for name in names if (found := shutil.which(name)) is not None), None)
+    if path is None:
+        pytest.skip(f"needs a browser, none of {', '.join(names)} is installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(CHROMIUM_SWITCHES))
+        yield browser
+        browser.close()
+
+
+OpenPage = Callable[..., Page]
+
+
+@pytest.fixture
+def open_page(chromium: Browser) -> Iterator[OpenPage]:
+    """open_page(url, **context options): the page there, in a profile of its own.
+
+    In the end no page may have logged an error, shown a dialog, or asked another host for anything.
+    """
+    complaints: list[str] = []
+    with contextlib.ExitStack() as stack:
+
+        def open_one(url: str, *, expect_errors: bool = False, **options: Any) -> Page:
+            context = chromium.new_context(**options)
+            stack.callback(context.close)
+            page = context.new_page()
+            page.set_default_timeout(10_000)
+            if not expect_errors:
+                # The browser itself logs each answer of status 400 and more.
+                page.on("console", lambda said: complaints.append(said.text) if said.type != "log" else None)
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+            page.on("request", lambda asked: complaints.append(asked.url) if not asked.url.startswith(url) else None)
+            page.goto(url)
+            return page
+
+        yield open_one
+    assert complaints == []

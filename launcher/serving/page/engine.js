@@ -101,7 +101,7 @@ export class EngineView {
     this.pointAtStep(this.stepPlace);
     this.showBlocks(stats, blocks);
     showRequests(byId("requests"), requests, stats, (slot) => this.light(slot));
-    showRanks(byId("ranks"), ranks, stats.ranks);
+    showRanks(byId("ranks"), ranks);
     this.light(this.lit ?? null);
   }
 

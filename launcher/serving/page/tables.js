@@ -4,6 +4,8 @@ import { make } from "./dom.js";
 import { bytes, number, seconds } from "./format.js";
 
 const MOST_ROWS = 100;
+/** A rank at rest gives two signs of life a second. */
+const SILENT_SECONDS = 5;
 
 /** The requests that run or wait; onslot: called with the slot of the row that is pointed at, or null. */
 export function showRequests(place, requests, stats, onslot) {
@@ -43,26 +45,23 @@ function short(id) {
   return id.length > 24 ? `${id.slice(0, 15)}…${id.slice(-6)}` : id;
 }
 
-/** The ranks; facts: what the engine knows of each beyond its device, in the same order, where it does. */
-export function showRanks(place, ranks, facts) {
-  const columns = [...new Set((facts ?? []).flatMap(Object.keys))].filter((name) => name !== "rank" && name !== "device");
-  const rows = ranks.map(({ rank, device }, index) =>
-    make(
-      "tr",
-      {},
-      make("td", {}, make("span", { class: "alive", title: "Its steps come in" }), String(rank)),
-      make("td", { text: device }),
-      ...columns.map((name) => make("td", { class: "to-end", text: fact(name, facts[index]?.[name]) })),
-    ),
-  );
-  place.replaceChildren(table(["Rank", "Device", ...columns.map((name) => name.replaceAll("_", " "))], rows));
+/** The ranks: where each runs, what its memory holds, and how long ago it last gave a sign of life. */
+export function showRanks(place, ranks) {
+  const head = ["Rank", "Device", "Weights", "Cache", "Workspace", "Memory in use", "Steps", "Last sign"];
+  place.replaceChildren(table(head, ranks.map(rankRow)));
 }
 
-function fact(name, value) {
-  if (value === undefined || value === null) return "–";
-  if (typeof value !== "number") return String(value);
-  if (/bytes|memory/.test(name)) return bytes(value);
-  return /seconds|age/.test(name) ? seconds(value) : number(value);
+function rankRow(rank) {
+  const alive = rank.silence < SILENT_SECONDS;
+  const inUse = `${bytes(rank.memory_used)} of ${bytes(rank.memory_total)}`;
+  const sizes = [rank.weights_bytes, rank.cache_bytes, rank.workspace_bytes].map(bytes);
+  return make(
+    "tr",
+    {},
+    make("td", {}, make("span", { class: alive ? "alive" : "silent", title: alive ? "Gives signs of life" : "Gives no sign of life" }), String(rank.rank)),
+    make("td", { text: rank.device }),
+    ...[...sizes, inUse, number(rank.steps), seconds(rank.silence)].map((text) => make("td", { class: "to-end", text })),
+  );
 }
 
 function table(head, rows) {

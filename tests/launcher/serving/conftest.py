@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import shutil
 import threading
 import time
 from array import array
@@ -18,7 +17,6 @@ import llguidance.hf
 import pytest
 from fastapi import FastAPI
 from openai import AsyncOpenAI
-from playwright.sync_api import Browser, Page, sync_playwright
 from tokenizers import AddedToken
 
 from paceline.coordinator.block_manager import CACHED, FREE, BlockUsage
@@ -51,7 +49,7 @@ class EchoEngine:
             block_size=16,
             end_ids=(end_id,),
             tensor_parallel_size=1,
-            devices=("cpu · 2 threads",),
+            devices=("cpu · 2 threads",) * 2,
         )
         self.failure: str | None = None
         self.grammar_error: str | None = None
@@ -370,50 +368,3 @@ def in_a_thread() -> Iterator[Callable[[FastAPI], str]]:
             return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
 
         yield run
-
-
-CHROMIUM_SWITCHES = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
-CHROMIUM_SWITCHES += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    """Headless Chromium, the system's own. While it is there no other event loop can run in its thread."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next((found for name in names if (found := shutil.which(name)) is not None), None)
-    if path is None:
-        pytest.skip(f"needs a browser, none of {', '.join(names)} is installed")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(CHROMIUM_SWITCHES))
-        yield browser
-        browser.close()
-
-
-OpenPage = Callable[..., Page]
-
-
-@pytest.fixture
-def open_page(chromium: Browser) -> Iterator[OpenPage]:
-    """open_page(url, **context options): the page there, in a profile of its own.
-
-    In the end no page may have logged an error, shown a dialog, or asked another host for anything.
-    """
-    complaints: list[str] = []
-    with contextlib.ExitStack() as stack:
-
-        def open_one(url: str, *, expect_errors: bool = False, **options: Any) -> Page:
-            context = chromium.new_context(**options)
-            stack.callback(context.close)
-            page = context.new_page()
-            page.set_default_timeout(10_000)
-            if not expect_errors:
-                # The browser itself logs each answer of status 400 and more.
-                page.on("console", lambda said: complaints.append(said.text) if said.type != "log" else None)
-            page.on("pageerror", lambda error: complaints.append(str(error)))
-            page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
-            page.on("request", lambda asked: complaints.append(asked.url) if not asked.url.startswith(url) else None)
-            page.goto(url)
-            return page
-
-        yield open_one
-    assert complaints == []

@@ -27,7 +27,12 @@ async def test_one_moment_of_the_engine(served: Any) -> None:
     assert "secret" not in answer.text
     state = answer.json()
     assert state["model"] == "smol"
-    assert state["ranks"] == [{"rank": 0, "device": "cpu · 2 threads"}]
+    assert [(rank["rank"], rank["device"]) for rank in state["ranks"]] == [
+        (0, "cpu · 2 threads"),
+        (1, "cpu · 2 threads"),
+    ]
+    assert [(rank["memory_used"], rank["silence"]) for rank in state["ranks"]] == [(4000, 0.0), (4001, 0.25)]
+    assert "step_seconds" not in state["stats"]
     assert state["stats"]["blocks"] == {"free": 1000, "cached": 20, "used": 4}
     assert state["stats"]["running"] == 1
     (request,) = state["requests"]

@@ -290,6 +290,7 @@ def test_the_engine_view_draws_blocks_and_requests(served: Any, in_a_thread: Hos
     expect(row).to_have_count(1)
     expect(row.locator("code")).to_have_attribute("title", request_id)
     expect(page.locator("#ranks")).to_contain_text("cpu · 2 threads")
+    expect(page.locator("#ranks tbody tr").last).to_contain_text("of 8.8 KiB")
     width = blocks.evaluate("canvas => canvas.clientWidth")
     side = next(side for side in (16, 14, 12, 10) if -(-1024 // (width // side)) * side <= 240)
     down, right = divmod(1023, width // side)
