@@ -12,6 +12,7 @@ from starlette.responses import Response
 from paceline import __version__
 from paceline.launcher.serving.chat import chat_routes
 from paceline.launcher.serving.completions import completion_routes
+from paceline.launcher.serving.description import describe
 from paceline.launcher.serving.door import Door
 from paceline.launcher.serving.engine_api import EngineApi
 from paceline.launcher.serving.errors import to_api_error
@@ -30,6 +31,7 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
     app.state.admission = door.admission
     for routes in (chat_routes, completion_routes, model_routes, token_routes, watch_routes):
         app.include_router(routes(door))
+    describe(app, settings)
     # All other exceptions reach the gate by themselves.
     app.add_exception_handler(RequestValidationError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
@@ -51,4 +53,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     record = record_of(request)
     answer = to_api_error(error, record.request_id)
     record.error = answer.message
-    return answer.response()
+    response = answer.response()
+    if isinstance(error, HTTPException) and error.headers is not None:
+        response.headers.update(error.headers)  # a 405 says which methods are allowed
+    return response
