@@ -1,4 +1,4 @@
-"""/openapi.json as it is true of this server: FastAPI's own description, with the answers and errors that it cannot know.
+"""/openapi.json as it is true of this server: FastAPI's own words, and the answers and errors it cannot know.
 
 https://spec.openapis.org/oas/v3.1.0
 """
@@ -76,7 +76,7 @@ def _describe_operation(path: str, method: str, operation: dict[str, Any], *, wi
     if path in _ANSWERS:
         statuses += [429, 504]
         operation["responses"]["200"] = {
-            "description": "The answer: whole, or with stream as events, each `data: ` and an object, the last one [DONE]",
+            "description": "The answer: whole, or with stream as events of `data: ` and an object, the last [DONE]",
             "content": {
                 "application/json": {"schema": _reference(_ANSWERS[path])},
                 "text/event-stream": {"schema": _TEXT},
