@@ -52,24 +52,24 @@ def make_config(
     )
 
 
-def start_engine(config: EngineConfig, *, only_rank_0_heeds_signals: bool = False) -> Engine:
+def start_engine(config: EngineConfig) -> Engine:
     """Join the ranks, load the model on each, and return rank 0's engine.
 
-    only_rank_0_heeds_signals: once all ranks are ready, the others ignore SIGTERM and SIGINT, which are sent to all,
-    and end when rank 0 closes the engine or is gone.
+    Once all ranks are ready, the others ignore SIGTERM and SIGINT, which are sent to all, and end when rank 0 closes
+    the engine or is gone, so that none is taken for the one that failed.
 
     On every other rank this runs the steps that rank 0 plans until its engine is closed, and then ends the process
     (SystemExit), so that a script's later lines run once. Raises InputError on all ranks where the start fails.
     """
     ranks = RankGroup(config)
     try:
-        return _start(config, ranks, only_rank_0_heeds_signals)
+        return _start(config, ranks)
     except BaseException:
         ranks.abandon()
         raise
 
 
-def _start(config: EngineConfig, ranks: RankGroup, only_rank_0_heeds_signals: bool) -> Engine:
+def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
     folder, tokenizer = "", None
     with ranks.together():
         if ranks.local_rank == 0:
@@ -81,9 +81,8 @@ def _start(config: EngineConfig, ranks: RankGroup, only_rank_0_heeds_signals: bo
     worker = Worker(config, ranks)
     shares = ranks.exchange(json.dumps(dataclasses.astuple(worker.memory)))
     if tokenizer is None:
-        if only_rank_0_heeds_signals:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         reader = StepChannelReader.attach(ranks.exchange("")[0], ranks.rank - 1)
         error = follow(worker, reader, ranks)
         reader.close()

@@ -36,8 +36,15 @@ class Tokenizer:
             self._control = ControlTokens(self.backend)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens (one BOS at most) that the tokenizer itself adds."""
-        return list(self._require().encode(_checked(text)))
+        """Token ids of a plain prompt, with the special tokens that the tokenizer itself adds.
+
+        A text that begins with BOS, as rendered conversations do, gets no second one.
+        """
+        tokenizer = self._require()
+        token_ids = list(tokenizer.encode(_checked(text)))
+        if len(token_ids) > 1 and token_ids[0] == token_ids[1] == tokenizer.bos_token_id:
+            del token_ids[0]
+        return token_ids
 
     def encode_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """Token ids of a conversation through the checkpoint's chat template, ready for the assistant's answer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.coordinator.channel import StepChannelReader
+from paceline.coordinator.errors import EngineError
 from paceline.coordinator.messages import Shutdown
 from paceline.worker.memory import MemoryGauge, memory_in_use
 from paceline.worker.ranks import RankGroup, describe
@@ -32,10 +33,24 @@ def follow(worker: Worker, reader: StepChannelReader, ranks: RankGroup) -> str:
             worker.follow(message)
             reader.acknowledge(message.step)
     except Exception as error:
-        reader.report_error(describe(error))
-        ranks.abandon()
-        reader.await_writer_end(FAREWELL_SECONDS)
-        raise
+        last = _shutdown_that_came(reader)
+        if last is None:
+            reader.report_error(describe(error))
+            ranks.abandon()
+            reader.await_writer_end(FAREWELL_SECONDS)
+            raise
+        message = last  # rank 0 left in the middle of this step, which is what broke it here
     if message.error:
         reader.await_writer_end(FAREWELL_SECONDS)
     return message.error
+
+
+def _shutdown_that_came(reader: StepChannelReader) -> Shutdown | None:
+    """The coordinator's last word, where it has been said behind plans that are not carried out any more."""
+    try:
+        while (message := reader.receive(0)) is not None:
+            if isinstance(message, Shutdown):
+                return message
+    except EngineError:  # it ended without one; what failed before is what is told
+        return None
+    return None

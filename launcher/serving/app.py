@@ -15,6 +15,7 @@ from starlette.responses import Response
 from paceline import __version__
 from paceline.launcher.serving.chat import chat_routes
 from paceline.launcher.serving.completions import completion_routes
+from paceline.launcher.serving.description import describe
 from paceline.launcher.serving.door import Door
 from paceline.launcher.serving.engine_api import EngineApi
 from paceline.launcher.serving.errors import to_api_error
@@ -68,6 +69,7 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
         engine_routes,
     ):
         app.include_router(routes(door))
+    describe(app, settings)
     page = page_routes()
     app.router.routes.extend(page)
     page_paths = frozenset(route.path for route in page)
@@ -94,4 +96,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     """FastAPI's own refusals, in the shape that all have here."""
     record = record_of(request)
     record.error = to_api_error(error, record.request_id)
-    return record.error.response()
+    response = record.error.response()
+    if isinstance(error, HTTPException) and error.headers is not None:
+        response.headers.update(error.headers)  # a 405 says which methods are allowed
+    return response

@@ -36,7 +36,11 @@ def watch_routes(door: Door) -> APIRouter:
         door.admission.check_open()
         return {"status": "ready"}
 
-    @router.get("/metrics")
+    @router.get(
+        "/metrics",
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+        response_class=Response,
+    )
     async def metrics() -> Response:
         """Prometheus' text format."""
         try:

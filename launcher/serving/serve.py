@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> None:
     if int(os.environ.get("RANK", "0")) > 0:
         from paceline.launcher.engine import start_engine
 
-        start_engine(config, only_rank_0_heeds_signals=True)  # and does not return
+        start_engine(config)  # and does not return
     _serve(arguments, config)
 
 
@@ -172,7 +172,7 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
         from paceline.launcher.engine import start_engine
         from paceline.launcher.serving.engine_loop import EngineLoop
 
-        engine = start_engine(dataclasses.replace(config, model=str(folder)), only_rank_0_heeds_signals=True)
+        engine = start_engine(dataclasses.replace(config, model=str(folder)))
         engine.prepare_grammars()
         loop = EngineLoop(engine, zmq_socket)
 

@@ -210,6 +210,7 @@ def test_news_is_not_held_back_to_wait_for_the_device(make_harness):
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("steps", range(12))
 def test_an_aborted_request_has_one_last_event_and_gives_everything_back(make_harness, toy_answer, delay, steps):
+    """Field report B31: aborted twice, and aborting what is not there."""
     prompt = [7] * 20
     harness = make_harness(delay=delay, max_batched_tokens=8)
     harness.add("a", prompt, max_tokens=8)

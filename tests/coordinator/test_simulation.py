@@ -92,7 +92,8 @@ def test_random_traffic_is_answered_exactly(make_harness, toy_answer, monkeypatc
 
 
 def test_aborts_while_a_prompt_is_half_computed_leave_no_half_block_behind(make_harness, toy_answer):
-    """Abort after any number of chunks, waiting, preempted, or as it finishes; then the same prompt must be right."""
+    """Field report B31: abort after any number of chunks, waiting, preempted, or as it finishes; then the same prompt
+    must be right."""
     generator = random.Random(7)
     harness = make_harness(num_blocks=300, max_model_len=1100, max_batched_tokens=64)
     harness.executor.delay = lambda: generator.randrange(2)

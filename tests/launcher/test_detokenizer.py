@@ -1,4 +1,7 @@
-"""Streamed text is the text: for each family of tokenizers, however the ids are cut, nothing is lost, added or torn."""
+"""Streamed text is the text: for each family of tokenizers, however the ids are cut, nothing is lost, added or torn.
+
+Field reports B14 (characters over several tokens) and B18 (spaces between pieces).
+"""
 
 from __future__ import annotations
 

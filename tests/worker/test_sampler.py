@@ -120,6 +120,7 @@ def test_a_poisoned_row_does_not_reach_its_neighbours(mixed: tuple[torch.Tensor,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e-10, 1e-4])
 def test_tiny_temperatures_are_argmax(dtype: torch.dtype, temperature: float) -> None:
+    """Field report B33."""
     logits = (torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)) * 8).to(dtype)
     for rules in ({}, {"top_p": 0.9}, {"top_p": 1e-8}, {"top_k": 3}, {"min_p": 0.5}):
         row = RowSampling(temperature=temperature, seed=9, **rules)  # type: ignore[arg-type]
@@ -177,6 +178,7 @@ def test_repetition_penalty_equals_transformers_step_by_step() -> None:
 
 
 def test_presence_and_frequency_penalties_count_the_output_alone() -> None:
+    """Field report B39."""
     logits = torch.zeros(1, VOCAB)
     logits[0, 7], logits[0, 9], logits[0, 11] = 3.0, 2.5, 2.2
     history = [*PROMPT, 9, 9]

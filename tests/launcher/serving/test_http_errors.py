@@ -1,4 +1,7 @@
-"""What is wrong is said: the status, the field, in OpenAI's shape, and the engine never sees the request."""
+"""What is wrong is said: the status, the field, in OpenAI's shape, and the engine never sees the request.
+
+Field reports B30 (token ids) and B34 (numbers out of range) are among the cases.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every request passes: keys, size, origin, and what is written down about it."""
+"""What every request passes: keys, size, origin (field report B57), and what is written down about it."""
 
 from __future__ import annotations
 

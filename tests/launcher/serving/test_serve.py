@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import json
 import os
+import resource
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -190,6 +193,41 @@ def test_b60_streams_that_are_cut_off_are_told(serve: Callable[..., Server], aga
             assert status in (200, 503)
             assert events[-1]["error"]["code"] == "shutting_down"
     assert server.end(timeout=10)[0] == (128 + signal.SIGTERM if again else 0)
+
+
+def test_b58_two_thousand_clients_at_once_and_few_places(serve: Callable[..., Server]) -> None:
+    """Where a process may open 1,024 files unless it asks for more: nobody's connection is reset, and all are told."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # this process holds the clients' ends
+    server = serve("--max-queue", "10", "--request-timeout", "5")
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (1024, most))
+    port = int(server.wait_ready().url.rsplit(":", 1)[1])
+    assert server.process.stderr is not None
+    # Two thousand log lines are more than a pipe holds.
+    threading.Thread(target=server.process.stderr.read, daemon=True).start()
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 500, "n": 5, "ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+
+    async def client(everyone: asyncio.Barrier) -> tuple[int, bool]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await everyone.wait()
+        writer.write(f"{head}\r\nconnection: close\r\n\r\n".encode() + body)
+        answer = await reader.read()
+        writer.close()
+        return int(answer.split()[1]), b"\r\nretry-after: " in answer
+
+    async def crowd() -> list[tuple[int, bool]]:
+        everyone = asyncio.Barrier(2000)
+        return await asyncio.gather(*(client(everyone) for _ in range(2000)))
+
+    answers = asyncio.run(crowd())
+    statuses = [status for status, _ in answers]
+    assert set(statuses) <= {200, 429, 504}
+    assert all(retry for status, retry in answers if status == 429)
+    assert 2 <= len(answers) - statuses.count(429) < 200
+    load = httpx.get(f"{server.url}/v1/load").json()
+    assert (load["accepted"], load["cache_blocks"]["used"]) == (0, 0)
+    assert complete(server)["usage"]["completion_tokens"] == 8
 
 
 def test_ctrl_c_ends_an_idle_server(serve: Callable[..., Server]) -> None:
