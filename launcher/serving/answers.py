@@ -32,6 +32,8 @@ class Piece:
     """stop or length, with the choice's last piece."""
     stop_reason: int | str | None = None
     """The caller's own stop text or stop token id that ended the choice."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """Of all tokens of the prompt but the first, with the choice's first piece, where they were asked for."""
 
 
 Show = Callable[[Piece], Awaitable[None]]
@@ -169,7 +171,7 @@ class Answers:
         elif reason is not None and reason not in ("stop", "length"):
             raise ApiError(503, "the server ended this request before it was finished", code="request_aborted")
         stop_reason = None if reason is None else text.stop_text or text.stop_token(news.stop_token)
-        return Piece(index, new_text, news.token_ids, news.logprobs, reason, stop_reason)
+        return Piece(index, new_text, news.token_ids, news.logprobs, reason, stop_reason, news.prompt_logprobs)
 
 
 async def _close(news: AsyncIterator[TokenNews]) -> None:

@@ -200,6 +200,7 @@ def _news(event: RequestEvent) -> TokenNews:
         event.finish_reason,
         event.stop_token,
         event.timings,
+        event.prompt_logprobs,
         event.error,
     )
 
@@ -222,4 +223,7 @@ def _merged(mail: list[_Mail]) -> list[_Mail]:
         return rest
     token_ids = [token for each in news for token in each.token_ids]
     logprobs = [entry for each in news for entry in each.logprobs]
-    return [dataclasses.replace(news[-1], token_ids=token_ids, logprobs=logprobs), *rest]
+    merged = dataclasses.replace(
+        news[-1], token_ids=token_ids, logprobs=logprobs, prompt_logprobs=news[0].prompt_logprobs
+    )
+    return [merged, *rest]

@@ -38,18 +38,25 @@ def chat_sampling(body: ChatBody, info: EngineInfo, has_tokenizer: bool) -> Samp
 
 def completion_sampling(body: CompletionBody, info: EngineInfo, has_tokenizer: bool) -> SamplingParams:
     """Sampling rules of a plain completion. Raises ApiError (400) naming the field at fault."""
-    if body.echo and body.logprobs is not None:
-        raise bad_request(
-            "logprobs with echo needs the prompt's log-probabilities, which this server does not compute", "echo"
-        )
-    return _sampling(body, info, has_tokenizer, body.max_tokens, body.logprobs)
+    # An echoed prompt is a part of the answer, and has log-probabilities where that has.
+    echoed = body.logprobs if body.echo else None
+    return _sampling(body, info, has_tokenizer, body.max_tokens, body.logprobs, echoed)
 
 
 def _sampling(
-    body: AnswerBody, info: EngineInfo, has_tokenizer: bool, max_tokens: int | None, logprobs: int | None
+    body: AnswerBody,
+    info: EngineInfo,
+    has_tokenizer: bool,
+    max_tokens: int | None,
+    logprobs: int | None,
+    echoed_logprobs: int | None = None,
 ) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
+    if body.prompt_logprobs is not None:
+        if body.stream:
+            raise bad_request("prompt_logprobs cannot be streamed", "prompt_logprobs")
+        _check("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS)
     values: dict[str, Any] = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
     form = requested_grammar(body)
     if form is not None and not has_tokenizer:
@@ -61,6 +68,9 @@ def _sampling(
             **values,
             max_tokens=max_tokens,
             logprobs=logprobs,
+            prompt_logprobs=max(
+                (wish for wish in (body.prompt_logprobs, echoed_logprobs) if wish is not None), default=None
+            ),
             logit_bias=_logit_bias(body.logit_bias),
             grammar=None if form is None else form[1],
         )

@@ -104,6 +104,9 @@ class AnswerBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
 
+    prompt_logprobs: int | None = None
+    """Of the prompt's tokens, with so many most likely ones; not with stream."""
+
     response_format: ResponseFormat | None = None
     """What the answer must look like; of this and the next five at most one."""
     structured_outputs: StructuredOutputs | None = None
@@ -126,7 +129,6 @@ class AnswerBody(Body):
         "metadata": ({},),
         "store": (False,),
         "service_tier": ("auto", "default"),
-        "prompt_logprobs": (),
         "best_of": (),
         "use_beam_search": (False,),
         "length_penalty": (1, 1.0),
