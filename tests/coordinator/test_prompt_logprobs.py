@@ -62,8 +62,19 @@ def test_a_prompt_that_the_cache_holds_is_computed_again_and_serves_others(make_
     assert scores(harness, "scored") == expected(prompt)
 
 
-def test_preemption_repeats_and_loses_nothing(make_harness: MakeHarness) -> None:
-    """Some are preempted in the middle of their prompts, some after; the latter are not scored again."""
+def test_preemption_in_the_middle_of_a_prompt_repeats_nothing(make_harness: MakeHarness) -> None:
+    harness = make_harness(num_blocks=18, max_model_len=70, max_batched_tokens=3)
+    prompt = list(range(60))
+    harness.add("answer", [1], max_tokens=30)
+    harness.add("scored", prompt, max_tokens=2, prompt_logprobs=0)
+    harness.run()
+    assert harness.coordinator.stats().preemptions == 1
+    assert [len(each.token_ids) for each in harness.executor.admissions] == [1, 60, 60]
+    assert scores(harness, "scored") == expected(prompt)
+
+
+def test_preemption_of_answers_scores_their_prompts_no_more(make_harness: MakeHarness) -> None:
+    """Those that are preempted in the middle of their answers are not scored again."""
     harness = make_harness(num_blocks=24, max_model_len=80, max_batched_tokens=8)
     prompts = {str(index): [index] * (20 + index) for index in range(6)}
     for name, prompt in prompts.items():
