@@ -71,12 +71,13 @@ class BlockManager:
         """Blocks published before this call are findable for the plan made next."""
         self._cache.begin_plan()
 
-    def match_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> PrefixMatch:
+    def match_prefix(self, table: BlockTable, token_ids: Sequence[int], *, use: bool = True) -> PrefixMatch:
         """Find the blocks that hold the beginning of token_ids, leaving at least one token to compute.
 
+        use: false finds none, for a request that has to compute everything.
         Nothing is taken yet: hand the match to `allocate` before any other call.
         """
-        return self._cache.match(table.chain, token_ids, (len(token_ids) - 1) // self.block_size)
+        return self._cache.match(table.chain, token_ids, (len(token_ids) - 1) // self.block_size if use else 0)
 
     def cost(self, match: PrefixMatch, num_tokens: int) -> int:
         """By how much `available` falls when num_tokens tokens that begin with the match are allocated."""

@@ -103,12 +103,15 @@ class Coordinator:
             num_known=len(prompt_token_ids),
             end_ids_to_avoid=tuple(eos_token_ids) if params.ignore_eos else (),
         )
-        if params.grammar is None:
+        if params.grammar is None or request.ends_with_its_prompt:
             self._scheduler.add(request)
         else:
             self._constraints.begin(request, params.grammar)
         self._num_arrived += 1
         self._requests[request_id] = request
+        if request.ends_with_its_prompt and request.prompt_len == 1:
+            # Nothing comes before its only token, so there is nothing to compute.
+            self._finish(request, _news(request), "length", self._clock())
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request now; its last event, with this finish_reason, comes with the next `step`.
@@ -117,8 +120,7 @@ class Coordinator:
         """
         request = self._requests.get(request_id)
         if request is not None:
-            event = RequestEvent(request_id, (), (), request.prompt_len, request.cached_tokens)
-            self._finish(request, event, reason, self._clock())
+            self._finish(request, _news(request), reason, self._clock())
 
     @property
     def has_work(self) -> bool:
@@ -202,8 +204,7 @@ class Coordinator:
         for request in self._constraints.take_compiled():
             self._scheduler.add(request)
             if request.constraint is not None and request.constraint.finish_reason is not None:
-                event = RequestEvent(request.id, (), (), request.prompt_len, 0)
-                self._finish(request, event, request.constraint.finish_reason, self._clock())
+                self._finish(request, _news(request), request.constraint.finish_reason, self._clock())
 
     def _collect_ready(self) -> None:
         while self._in_flight and self._collect(wait=False):
@@ -223,6 +224,7 @@ class Coordinator:
     def _apply(self, scheduled: ScheduledStep, result: StepResult, now: float) -> None:
         """Hand each sampled token to its request, unless that ended while the step was in flight."""
         self._check_result(scheduled, result)
+        self._take_prompt_logprobs(scheduled, result, now)
         logprobs = result.logprobs or (None,) * len(result.token_ids)
         running = [
             each
@@ -238,12 +240,30 @@ class Coordinator:
         for request, token, logprob in running:
             self._hand_out(request, token, logprob, now)
 
+    def _take_prompt_logprobs(self, scheduled: ScheduledStep, result: StepResult, now: float) -> None:
+        """Keep what a step says of prompts, until all is there. After preemption some of it comes again."""
+        taken = 0
+        for request, first, number in scheduled.scored:
+            entries = result.prompt_logprobs[taken : taken + number]
+            taken += number
+            if request.status is Status.FINISHED:
+                continue
+            request.prompt_logprobs.extend(entries[len(request.prompt_logprobs) - first :])
+            if request.ends_with_its_prompt and len(request.prompt_logprobs) == request.prompt_len - 1:
+                self._finish(request, _news(request, prompt_logprobs=request.prompt_logprobs), "length", now)
+
     def _check_result(self, scheduled: ScheduledStep, result: StepResult) -> None:
         step, count = scheduled.plan.step, len(scheduled.sampled)
         if result.step != step or len(result.token_ids) != count:
             raise EngineError(
                 f"ranks answered step {result.step} with {len(result.token_ids)} tokens, "
                 f"but step {step} samples {count}"
+            )
+        scores = sum(number for _, _, number in scheduled.scored)
+        if len(result.prompt_logprobs) != scores:
+            raise EngineError(
+                f"ranks gave the log-probabilities of {len(result.prompt_logprobs)} prompt tokens in step {step}, "
+                f"not of {scores}"
             )
         vocab_size = self._limits.vocab_size
         if count and (min(result.token_ids) < 0 or max(result.token_ids) >= vocab_size):
@@ -254,10 +274,10 @@ class Coordinator:
         """Make the latest token of a request known: to the prefix cache, and to who asked."""
         self._generated_tokens += 1
         self._scheduler.blocks.publish(request.table, request.token_ids, request.num_computed)
+        event = _news(request, (token,), () if logprob is None else (logprob,))
         if request.first_token is None:
             request.first_token = now
-        logprobs = () if logprob is None else (logprob,)
-        event = RequestEvent(request.id, (token,), logprobs, request.prompt_len, request.cached_tokens)
+            event.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
         reason = request.finish_reason()
         if reason is None:
             self._events.append(event)
@@ -278,3 +298,19 @@ class Coordinator:
             event.error = request.constraint.error
         event.timings = RequestTimings(request.arrived, request.first_scheduled, request.first_token, now)
         self._events.append(event)
+
+
+def _news(
+    request: Request,
+    token_ids: Sequence[int] = (),
+    logprobs: Sequence[TokenLogprobs] = (),
+    prompt_logprobs: Sequence[TokenLogprobs] = (),
+) -> RequestEvent:
+    return RequestEvent(
+        request.id,
+        token_ids,
+        logprobs,
+        request.prompt_len,
+        request.cached_tokens,
+        prompt_logprobs=prompt_logprobs,
+    )

@@ -39,6 +39,8 @@ class RequestEvent:
     """The token id that ended it, where finish_reason is `stop`; None where a grammar has nothing to go on with."""
     timings: RequestTimings | None = None
     """On the last event only."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """Of all tokens of the prompt but the first, with the first news, where they were asked for."""
     error: str = ""
     """What went wrong, where finish_reason is `error`."""
 

@@ -33,6 +33,8 @@ class RowSampling:
     """The ids that min_tokens holds back."""
     logprobs: int = -1
     """-1: none wanted; k: the chosen token's and the k most likely tokens' log-probabilities."""
+    prompt_logprobs: int = -1
+    """The same of each token of the prompt but the first, as steps compute the tokens before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +90,14 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities of one sampled token under the model itself: before penalties, bias and temperature."""
+    """Natural-log probabilities of one token under the model itself: before penalties, bias and temperature."""
 
     chosen: float
     top_ids: Sequence[int] = ()
     """The most likely ids, best first."""
     top: Sequence[float] = ()
+    rank: int = 0
+    """Of a prompt's token: 1 is the likeliest. 0 where nobody counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ class StepResult:
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None] = field(default=())
     """Empty where no row asked; else parallel to token_ids."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """Of the prompts' tokens that follow on the computed ones, in the rows that ask for them, in row order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from paceline.coordinator.block_manager import BlockTable
 from paceline.coordinator.constraints import Constraint
 from paceline.coordinator.errors import InputError
-from paceline.coordinator.messages import RowSampling
+from paceline.coordinator.messages import RowSampling, TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
 
 
@@ -52,6 +52,12 @@ class Request:
     status: Status = Status.WAITING
     slot: int = -1
     num_computed: int = 0
+    is_scored: bool = False
+    """Whether the ranks give the log-probabilities of its prompt while it holds its slot."""
+    num_scored: int = 0
+    """How many of these the steps made so far give."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """As far as they are known."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at the first admission."""
     first_scheduled: float | None = None
@@ -71,6 +77,16 @@ class Request:
     def awaits_tokens(self) -> bool:
         """Whether steps in flight sample tokens for it."""
         return self.num_known > len(self.token_ids)
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether steps must still compute its prompt for the log-probabilities of its tokens."""
+        return self.sampling.prompt_logprobs >= 0 and self.num_scored < self.prompt_len - 1
+
+    @property
+    def ends_with_its_prompt(self) -> bool:
+        """Whether it is there for its prompt alone."""
+        return self.max_len == self.prompt_len
 
     @property
     def barred_ids(self) -> tuple[int, ...]:
@@ -114,6 +130,7 @@ def resolve_sampling(params: SamplingParams, stop_ids: tuple[int, ...]) -> RowSa
         min_tokens=params.min_tokens,
         stop_ids=stop_ids,
         logprobs=-1 if params.logprobs is None else params.logprobs,
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
     )
 
 

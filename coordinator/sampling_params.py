@@ -16,8 +16,9 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 _INTEGERS = {"n": (1, MAX_CHOICES), "top_k": (-1, MAX_INT32), "min_tokens": (0, MAX_INT32)}
 _OPTIONAL_INTEGERS = {
     "seed": (-(2**63), 2**63 - 1),
-    "max_tokens": (1, MAX_INT32),
+    "max_tokens": (0, MAX_INT32),
     "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 _NUMBERS = {
     "temperature": (0, 100),
@@ -58,7 +59,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of the given token ids."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None generates until the model's length."""
+    """Most tokens to generate; None generates until the model's length, 0 only reports prompt_logprobs."""
     min_tokens: int = 0
     """End-of-text and stop ids are not chosen before this many tokens."""
     stop: str | Sequence[str] = ()
@@ -70,6 +71,8 @@ class SamplingParams:
     """Go on after the model's end-of-text ids (stop_token_ids still stop)."""
     logprobs: int | None = None
     """With each token report its log-probability and those of this many most likely tokens."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, but for the first; it is then computed in full, whatever the cache holds."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     grammar: str | None = None
@@ -86,6 +89,8 @@ class SamplingParams:
         check_number("repetition_penalty", self.repetition_penalty, 0, 100, above_low=True)
         for name in _SWITCHES:
             check_switch(name, getattr(self, name))
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise InputError("max_tokens must be at least 1, unless prompt_logprobs are asked for")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         _check_grammar(self.grammar)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.coordinator.block_manager import BlockManager
 from paceline.coordinator.messages import Admission, StepPlan, StepRows
@@ -25,6 +25,8 @@ class ScheduledStep:
     plan: StepPlan
     sampled: Sequence[Request]
     line: StepLine
+    scored: Sequence[tuple[Request, int, int]] = ()
+    """Whose prompts the result has log-probabilities of: (request, how many came before, how many these are)."""
 
 
 @dataclass(slots=True)
@@ -160,7 +162,7 @@ class Scheduler:
             request = self.waiting[0]
             if request.awaits_tokens:
                 return  # preempted with a sampled token still on its way; its history is not complete yet
-            match = self.blocks.match_prefix(request.table, request.token_ids)
+            match = self.blocks.match_prefix(request.table, request.token_ids, use=not request.wants_scores)
             # A block that this plan computes can be shared from the next plan on: waiting beats computing it twice.
             if match.next_is_coming or not self._fits(request, match):
                 return
@@ -176,6 +178,7 @@ class Scheduler:
         self.blocks.allocate(request.table, match, request.num_known)
         request.status = Status.RUNNING
         request.num_computed = len(match.block_ids) * self.blocks.block_size
+        request.is_scored = request.wants_scores
         if request.first_scheduled is None:
             request.first_scheduled = now
             request.cached_tokens = request.num_computed
@@ -189,7 +192,7 @@ class Scheduler:
                 prompt_len=request.prompt_len,
                 num_computed=request.num_computed,
                 block_ids=tuple(request.table.block_ids),
-                sampling=request.sampling,
+                sampling=request.sampling if request.is_scored else replace(request.sampling, prompt_logprobs=-1),
             )
         )
         self._add_prompt_row(request, request.num_pending, draft)
@@ -227,7 +230,20 @@ class Scheduler:
         self.num_steps += 1
         self._last_rows = rows
         self._freed_slots = []
-        return ScheduledStep(plan, sampled, line)
+        return ScheduledStep(plan, sampled, line, _count_scores(in_order, rows.counts))
+
+
+def _count_scores(requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[Request, int, int]]:
+    """ScheduledStep.scored of a step's rows: each computed token tells how likely the one after it was."""
+    scored = []
+    for request, count in zip(requests, counts, strict=True):
+        if request.is_scored:
+            first = request.num_computed - count
+            number = min(request.num_computed, request.prompt_len - 1) - first
+            scored.append((request, first, number))
+            request.num_scored = max(request.num_scored, first + number)
+            request.is_scored = request.wants_scores
+    return scored
 
 
 def _rank(request: Request) -> tuple[int, int]:

@@ -105,6 +105,7 @@ def _admission_fields(admission: Admission) -> tuple[object, ...]:
             sampling.min_tokens,
             _pack(sampling.stop_ids),
             sampling.logprobs,
+            sampling.prompt_logprobs,
         ),
     )
 
@@ -144,7 +145,8 @@ def _sampling(value: object) -> RowSampling:
         min_tokens,
         stop_ids,
         logprobs,
-    ) = _list(value, "sampling", 13)
+        prompt_logprobs,
+    ) = _list(value, "sampling", 14)
     bias_tokens = _int32s(biased_ids, "logit_bias")
     bias_values = [_real(bias, "logit_bias") for bias in _list(biases, "logit_bias", len(bias_tokens))]
     return RowSampling(
@@ -160,6 +162,7 @@ def _sampling(value: object) -> RowSampling:
         min_tokens=_integer(min_tokens, "min_tokens"),
         stop_ids=tuple(_int32s(stop_ids, "stop_ids")),
         logprobs=_integer(logprobs, "logprobs", -1, _INT32_MAX),
+        prompt_logprobs=_integer(prompt_logprobs, "prompt_logprobs", -1, _INT32_MAX),
     )
 
 

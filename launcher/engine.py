@@ -109,6 +109,7 @@ class ChoiceUpdate:
     finish_reason: str | None
     stop_reason: int | str | None
     timings: RequestTimings | None
+    prompt_logprobs: Sequence[TokenLogprobs]
     error: str
 
 
@@ -217,6 +218,7 @@ class Engine:
             finish_reason=finish_reason,
             stop_reason=answer.stop_text or answer.stop_token(event.stop_token),
             timings=event.timings,
+            prompt_logprobs=event.prompt_logprobs,
             error=event.error,
         )
 

@@ -148,6 +148,8 @@ class LLM:
                     for number in range(len(request_ids))
                 ]
                 output = RequestOutput(request_ids[0], text, token_ids, choices)
+                if each.prompt_logprobs is not None:
+                    output.prompt_logprobs = [None]
                 outputs.append(output)
                 for number, request_id in enumerate(request_ids):
                     self._outputs[request_id] = (output, number)
@@ -173,6 +175,8 @@ class LLM:
             choice.error = update.error
             if number == 0:
                 output.cached_tokens = update.cached_tokens
+                if output.prompt_logprobs is not None:
+                    output.prompt_logprobs.extend(update.prompt_logprobs)
             choice.finish_reason = update.finish_reason
             news.append((output, choice, update))
             if update.finish_reason is not None:

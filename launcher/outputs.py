@@ -39,6 +39,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry a token of the prompt where SamplingParams.prompt_logprobs asked; the first token's is None."""
 
     @property
     def finished(self) -> bool:

@@ -67,9 +67,12 @@ class BatchState:
         self._pad_rows()
         # Host mirrors: counts are known without asking the device.
         self.host_known = [0] * num_slots
+        self.host_computed = [0] * num_slots
         self.host_blocks = [0] * num_slots
         self.host_prompt = [0] * num_slots
         self.sampling: list[RowSampling] = [GREEDY] * num_slots
+        self.scored_slots: set[int] = set()
+        """Those whose prompts are scored, until they are computed."""
         self._rows: HostRows | None = None
 
     @property
@@ -130,9 +133,11 @@ class BatchState:
         self._floats[:, slot] = floats.view(torch.float32)
         self.seeds.view(torch.int32).view(-1, 2)[slot] = seed
         self.host_known[slot] = known
+        self.host_computed[slot] = admission.num_computed
         self.host_blocks[slot] = blocks
         self.host_prompt[slot] = admission.prompt_len
         self.sampling[slot] = sampling
+        (self.scored_slots.discard if sampling.prompt_logprobs < 0 else self.scored_slots.add)(slot)
 
     def _append_blocks(self, appends: Sequence[tuple[int, Sequence[int]]]) -> None:
         slots: list[int] = []
@@ -227,5 +232,6 @@ class BatchState:
 
     def count(self, rows: HostRows) -> None:
         """The same on the host, which knows how many tokens there are but not their ids."""
-        for slot, samples in zip(rows.rows.slots, rows.rows.samples, strict=True):
+        for slot, count, samples in zip(rows.rows.slots, rows.rows.counts, rows.rows.samples, strict=True):
+            self.host_computed[slot] += count
             self.host_known[slot] += samples

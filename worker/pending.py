@@ -6,6 +6,7 @@ import torch
 
 from paceline.coordinator.messages import StepResult, TokenLogprobs
 from paceline.worker.batch_state import HostRows
+from paceline.worker.prompt_scorer import PromptScores
 from paceline.worker.sampler import SampledLogprobs
 
 
@@ -20,6 +21,7 @@ class PendingResult:
         step: int,
         token_ids: torch.Tensor,
         logprobs: SampledLogprobs | None,
+        scores: PromptScores | None,
         rows: HostRows,
         copy_stream: torch.cuda.Stream | None,
     ) -> None:
@@ -30,10 +32,13 @@ class PendingResult:
         self._step = step
         self._sampled = rows.sampled
         self._rules = rows.sampling
-        self._reported = [] if logprobs is None else logprobs.rows
+        self._reported = None if logprobs is None else logprobs.rows
+        self._scored = None if scores is None else scores.rows
         tensors = [token_ids]
         if logprobs is not None:
             tensors += [logprobs.chosen, logprobs.top_ids, logprobs.top]
+        if scores is not None:
+            tensors += [scores.chosen, scores.ranks, scores.top_ids, scores.top]
         self._event: torch.cuda.Event | None = None
         if copy_stream is not None:
             tensors = self._copy_out(tensors, copy_stream)
@@ -60,13 +65,22 @@ class PendingResult:
         """The result, waited for where it is not there yet."""
         if self._event is not None:
             self._event.synchronize()
-        all_ids = self._tensors[0].tolist()
+        all_ids, *rest = (tensor.tolist() for tensor in self._tensors)
         token_ids = [all_ids[row] for row in self._sampled]
-        if len(self._tensors) == 1:
-            return StepResult(self._step, token_ids)
-        chosen, top_ids, top = (tensor.tolist() for tensor in self._tensors[1:])
-        logprobs: dict[int, TokenLogprobs] = {}
-        for index, row in enumerate(self._reported):
-            count = self._rules[row].logprobs
-            logprobs[row] = TokenLogprobs(chosen[index], top_ids[index][:count], top[index][:count])
-        return StepResult(self._step, token_ids, [logprobs.get(row) for row in self._sampled])
+        logprobs: list[TokenLogprobs | None] = []
+        if self._reported is not None:
+            chosen, top_ids, top, *rest = rest
+            of_row = {
+                row: TokenLogprobs(chosen[index], top_ids[index][:count], top[index][:count])
+                for index, row in enumerate(self._reported)
+                for count in (self._rules[row].logprobs,)
+            }
+            logprobs = [of_row.get(row) for row in self._sampled]
+        prompt_logprobs: list[TokenLogprobs] = []
+        if self._scored is not None:
+            counts = [row.top for row in self._scored for _ in range(row.number)]
+            prompt_logprobs = [
+                TokenLogprobs(chosen, top_ids[:count], top[:count], rank)
+                for chosen, rank, top_ids, top, count in zip(*rest, counts, strict=True)
+            ]
+        return StepResult(self._step, token_ids, logprobs, prompt_logprobs)

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,10 +22,11 @@ from paceline.model.rope import check_max_model_len
 from paceline.model.shard_plan import ShardPlan
 from paceline.model.shard_reader import StopFlag
 from paceline.model.weights import load_model
-from paceline.worker.batch_state import GREEDY, BatchState, HostRows, StepShape
+from paceline.worker.batch_state import BatchState, HostRows, StepShape
 from paceline.worker.memory import RankMemory, device_memory, size_cache
 from paceline.worker.pending import PendingResult
 from paceline.worker.product_tuning import ProductTuner, gpu_seconds
+from paceline.worker.prompt_scorer import PromptScorer, PromptScores
 from paceline.worker.ranks import RankGroup
 from paceline.worker.sampler import SampledLogprobs, Sampler
 from paceline.worker.step_graphs import GraphShapes, StepGraphs
@@ -50,6 +51,8 @@ EVERY_RULE = RowSampling(
     logprobs=20,
 )
 """Rules that send a row through all that a sampler does."""
+SCORED = RowSampling(temperature=0.0, seed=0, prompt_logprobs=20)
+"""Rules by which every token of a prompt is scored."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,9 @@ class Worker:
                 f"tables for {self._config.max_num_seqs} requests of {self._max_model_len} tokens do not fit in "
                 "memory; lower --max-num-seqs or --max-model-len"
             ) from error
-        self._sampler = Sampler(self.state, self._ranks.communicator, self._model.vocab, self.model_config.vocab_size)
+        vocab_size = self.model_config.vocab_size
+        self._sampler = Sampler(self.state, self._ranks.communicator, self._model.vocab, vocab_size)
+        self._scorer = PromptScorer(self.state, self._ranks.communicator, self._model.logits, vocab_size)
 
     @torch.inference_mode()
     def _tune_products(self) -> None:
@@ -157,7 +162,7 @@ class Worker:
             raise InputError(f"a cache of {num_blocks} blocks does not fit in memory; lower --num-blocks") from error
 
     def _warm_up(self) -> int:
-        """Run the largest prefill, and the largest decode of rows that ask the sampler for everything.
+        """Run the largest prefill, scored, and the largest decode of rows that ask the sampler for everything.
 
         Returns the bytes that weights and workspace took.
 
@@ -175,7 +180,7 @@ class Worker:
         query_len = min(tokens, self._max_model_len - 1)  # the sampled token needs a place too
         prompts = min(tokens // query_len, self._config.max_num_seqs)
         decodes = min(tokens, self._config.max_num_seqs)
-        for rows, count, sampling in ((prompts, query_len, GREEDY), (decodes, 1, EVERY_RULE)):
+        for rows, count, sampling in ((prompts, query_len, SCORED), (decodes, 1, EVERY_RULE)):
             blocks = [0] * -(-count // self._config.block_size)
             slots = range(rows)
             admissions = [Admission(slot, [0] * count, count, 0, blocks, sampling) for slot in slots]
@@ -233,30 +238,37 @@ class Worker:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingResult:
         """Start one step on the rank that reads its result; on a GPU this returns while it runs."""
-        rows, token_ids, logprobs = self._run(plan, report=True)
-        return PendingResult(plan.step, token_ids, logprobs, rows, self._copy_stream)
+        rows, token_ids, logprobs, scores = self._run(plan, report=True)
+        return PendingResult(plan.step, token_ids, logprobs, scores, rows, self._copy_stream)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
         """Start the same step on any other rank, where nothing of its result is brought to the host."""
         self._run(plan, report=False)
 
-    def _run(self, plan: StepPlan, report: bool) -> tuple[HostRows, torch.Tensor, SampledLogprobs | None]:
+    def _run(
+        self, plan: StepPlan, report: bool
+    ) -> tuple[HostRows, torch.Tensor, SampledLogprobs | None, PromptScores | None]:
         """The rows, token ids [R or more] of them, and with report the log-probabilities that they ask for."""
         rows = self.state.apply(plan)
         if self._config.check_lockstep:
             self._check_lockstep(_Lockstep(plan.step, rows.shape.num_rows, rows.shape.num_tokens))
-        logprobs = None
-        if not plan.masks and self._sampler.is_plain(rows):
+        logprobs = scores = None
+        scored = self._scorer.rows_of(rows.rows)
+        if not scored and not plan.masks and self._sampler.is_plain(rows):
             token_ids = self._run_whole(rows.shape)
         else:
-            hidden = None if self._hidden_graphs is None else self._hidden_graphs.run(rows.shape)
-            hidden = self._launch_hidden(rows.shape) if hidden is None else hidden
+            if scored:
+                every, last = self._launch_every_token(rows.shape)
+                scores = self._scorer.score(every, scored, report=report)
+                hidden = _select(every, last)
+            else:
+                hidden = self._run_hidden(rows.shape)
             logits = self._model.logits(*hidden)[: rows.shape.num_rows]
             token_ids, logprobs = self._sampler.sample(logits, rows, plan.masks, report=report)
             self.state.advance(rows.shape, token_ids)
         self.state.count(rows)
-        return rows, token_ids, logprobs
+        return rows, token_ids, logprobs, scores
 
     def _run_whole(self, shape: StepShape) -> torch.Tensor:
         token_ids = None if self._step_graphs is None else self._step_graphs.run(shape)
@@ -268,6 +280,16 @@ class Worker:
         token_ids = self._sampler.choose(self._model.logits(*self._launch_hidden(shape)))
         self.state.advance(shape, token_ids)
         return token_ids
+
+    def _run_hidden(self, shape: StepShape) -> Hidden:
+        hidden = None if self._hidden_graphs is None else self._hidden_graphs.run(shape)
+        return self._launch_hidden(shape) if hidden is None else hidden
+
+    def _launch_every_token(self, shape: StepShape) -> tuple[Hidden, torch.Tensor | None]:
+        """The same of every token of the step, and which of them are the rows' last ones (None: all)."""
+        input_ids, context = self.state.inputs(shape, self._kv_caches)
+        every: Hidden = self._model(input_ids, replace(context, logits_tokens=None))
+        return every, context.logits_tokens
 
     def _launch_hidden(self, shape: StepShape) -> Hidden:
         """A step without its sampling: what the logits of its rows come from."""
@@ -281,3 +303,10 @@ class Worker:
         highest = self._ranks.communicator.all_reduce_max(torch.cat([values, -values]))
         if not torch.equal(highest[:3], -highest[3:]):
             raise EngineError(f"ranks have parted: this one runs {mine}, the highest values are {highest[:3].tolist()}")
+
+
+def _select(hidden: Hidden, tokens: torch.Tensor | None) -> Hidden:
+    if tokens is None:
+        return hidden
+    stream, residual = hidden
+    return stream.index_select(0, tokens), None if residual is None else residual.index_select(0, tokens)

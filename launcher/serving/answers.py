@@ -36,6 +36,8 @@ class Piece:
     """The caller's own stop text or stop token id that ended the choice."""
     parts: Sequence[Part] = ()
     """Of a conversation's answer, in place of the text."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """Of all tokens of the prompt but the first, with the choice's first piece, where they were asked for."""
 
 
 Show = Callable[[Piece], Awaitable[None]]
@@ -188,9 +190,18 @@ class Answers:
         elif reason is not None and reason not in ("stop", "length"):
             raise ApiError(503, "the server ended this request before it was finished", code="request_aborted")
         if reason is None:
-            return Piece(index, text, news.token_ids, news.logprobs, parts=parts)
+            return Piece(index, text, news.token_ids, news.logprobs, parts=parts, prompt_logprobs=news.prompt_logprobs)
         stop_reason = reader.stop_reason(news.stop_token)
-        return Piece(index, text, news.token_ids, news.logprobs, _ending(reader, reason), stop_reason, parts)
+        return Piece(
+            index,
+            text,
+            news.token_ids,
+            news.logprobs,
+            _ending(reader, reason),
+            stop_reason,
+            parts,
+            news.prompt_logprobs,
+        )
 
 
 def _ending(reader: AnswerReader, reason: str) -> str:

@@ -16,13 +16,13 @@ from paceline.launcher.serving.answers import Piece
 from paceline.launcher.serving.conversation import held_to, reader_of, template_options
 from paceline.launcher.serving.delivery import Outbox
 from paceline.launcher.serving.door import Door
-from paceline.launcher.serving.prompts import check_length
+from paceline.launcher.serving.prompts import Prompt, check_length
 from paceline.launcher.serving.record import record_of
 from paceline.launcher.serving.reply import WholeChoice, new_id, reply
 from paceline.launcher.serving.sampling import chat_sampling
 from paceline.launcher.serving.schemas import ChatBody
 from paceline.launcher.serving.strict_json import StrictJsonRoute
-from paceline.launcher.serving.token_texts import TokenTexts, finite
+from paceline.launcher.serving.token_texts import TokenTexts, finite, prompt_logprobs
 from paceline.launcher.serving.tool_schemas import NamedTool
 from paceline.launcher.serving.tool_use import read_tools
 
@@ -51,7 +51,9 @@ def chat_routes(door: Door) -> APIRouter:
                 rules = held_to(params, use, prompt, door.dialect)
                 reader = reader_of(door.tokenizer, use, prompt, door.dialect)
                 answers = door.answers(body, [prompt], rules, reader, answer_id, record)
-                shape = ChatShape(door.token_texts, with_logprobs=params.logprobs is not None)
+                shape = ChatShape(
+                    door.token_texts, prompt, body.prompt_logprobs, with_logprobs=params.logprobs is not None
+                )
                 await reply(outbox, body, answers, shape, answer_id=answer_id, model=door.model_name)
 
         return door.deliver(request, work)
@@ -65,8 +67,13 @@ class ChatShape:
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
 
-    def __init__(self, token_texts: TokenTexts, *, with_logprobs: bool) -> None:
+    def __init__(
+        self, token_texts: TokenTexts, prompt: Prompt, prompt_logprobs: int | None, *, with_logprobs: bool
+    ) -> None:
+        """prompt_logprobs: as the request asks for them."""
         self._token_texts = token_texts
+        self._prompt = prompt
+        self._prompt_logprobs = prompt_logprobs
         self._with_logprobs = with_logprobs
 
     def whole(self, choice: WholeChoice) -> dict[str, Any]:
@@ -103,6 +110,14 @@ class ChatShape:
         if piece.finish_reason is not None:
             choice["stop_reason"] = piece.stop_reason
         return choice
+
+    def beside(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
+        """The prompt's log-probabilities, which all choices share."""
+        top = self._prompt_logprobs
+        if top is None:
+            return {}
+        scores = choices[0].prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs(self._token_texts, self._prompt.token_ids, scores, top)}
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._with_logprobs:

@@ -22,7 +22,7 @@ from paceline.launcher.serving.reply import WholeChoice, new_id, reply
 from paceline.launcher.serving.sampling import completion_sampling
 from paceline.launcher.serving.schemas import CompletionBody
 from paceline.launcher.serving.strict_json import StrictJsonRoute
-from paceline.launcher.serving.token_texts import TokenTexts, finite
+from paceline.launcher.serving.token_texts import TokenTexts, finite, prompt_logprobs
 
 
 def completion_routes(door: Door) -> APIRouter:
@@ -55,8 +55,8 @@ def completion_routes(door: Door) -> APIRouter:
                     answer_id,
                     record,
                 )
-                echoes = [_echo(door, prompt) for prompt in prompts for _ in range(params.n)] if body.echo else None
-                shape = CompletionShape(door.token_texts, answers.count, params.logprobs is not None, echoes)
+                of_choices = [prompt for prompt in prompts for _ in range(params.n)]
+                shape = CompletionShape(door.token_texts, body, of_choices)
                 await reply(outbox, body, answers, shape, answer_id=answer_id, model=door.model_name)
 
         return door.deliver(request, work)
@@ -74,24 +74,18 @@ async def _read(door: Door, part: str | list[int], info: EngineInfo, max_tokens:
     return prompt
 
 
-def _echo(door: Door, prompt: Prompt) -> str:
-    """The prompt's text, as it was given or as its tokens read."""
-    if prompt.text is not None:
-        return prompt.text
-    return "" if door.tokenizer.backend is None else door.token_texts.decode(prompt.token_ids)
-
-
 class CompletionShape:
     """Choices as /v1/completions writes them."""
 
     kind = "text_completion"
     event_kind = "text_completion"
 
-    def __init__(self, token_texts: TokenTexts, count: int, with_logprobs: bool, echoes: Sequence[str] | None) -> None:
+    def __init__(self, token_texts: TokenTexts, body: CompletionBody, prompts: Sequence[Prompt]) -> None:
+        """prompts: each choice's."""
         self._token_texts = token_texts
-        self._with_logprobs = with_logprobs
-        self._echoes = echoes
-        self._offsets = [0] * count
+        self._body = body
+        self._prompts = prompts
+        self._offsets = [0] * len(prompts)
         """How many characters the tokens of each choice had so far."""
 
     def whole(self, choice: WholeChoice) -> dict[str, Any]:
@@ -103,16 +97,36 @@ class CompletionShape:
         return self._choice(piece, first=first)
 
     def _choice(self, news: WholeChoice | Piece, *, first: bool) -> dict[str, Any]:
-        echo = self._echoes[news.index] if first and self._echoes is not None else ""
-        return {
+        prompt = self._prompts[news.index]
+        echoed = first and self._body.echo
+        choice: dict[str, Any] = {
             "index": news.index,
-            "text": echo + news.text,
-            "logprobs": self._logprobs(news.index, news.token_ids, news.logprobs) if self._with_logprobs else None,
+            "text": self._text(prompt) + news.text if echoed else news.text,
+            "logprobs": None,
             "finish_reason": news.finish_reason,
             "stop_reason": news.stop_reason,
         }
+        if self._body.logprobs is not None:
+            token_ids: list[int] = [*prompt.token_ids, *news.token_ids] if echoed else [*news.token_ids]
+            scores = [None, *news.prompt_logprobs, *news.logprobs] if echoed else [*news.logprobs]
+            choice["logprobs"] = self._logprobs(news.index, token_ids, scores, self._body.logprobs)
+        if self._body.prompt_logprobs is not None:
+            top = self._body.prompt_logprobs
+            choice["prompt_logprobs"] = prompt_logprobs(self._token_texts, prompt.token_ids, news.prompt_logprobs, top)
+        return choice
 
-    def _logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def beside(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
+        """Nothing: all is said in the choices."""
+        return {}
+
+    def _text(self, prompt: Prompt) -> str:
+        """The prompt's text, as it was given or as its tokens read."""
+        return self._token_texts.decode(prompt.token_ids) if prompt.text is None else prompt.text
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], top: int
+    ) -> dict[str, Any]:
+        """None stands for the first token of a prompt, which has no probability."""
         texts = [self._token_texts[token_id][0] for token_id in token_ids]
         offsets = []
         for text in texts:
@@ -120,17 +134,15 @@ class CompletionShape:
             self._offsets[index] += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [finite(each.chosen) for each in logprobs],
+            "token_logprobs": [each and finite(each.chosen) for each in logprobs],
             "top_logprobs": [
-                {
-                    # As OpenAI's, the chosen token is always among them.
-                    **{
-                        self._token_texts[top][0]: finite(logprob)
-                        for top, logprob in zip(each.top_ids, each.top, strict=True)
-                    },
-                    text: finite(each.chosen),
-                }
+                # As OpenAI's, the chosen token is always among them.
+                each and {**self._top(each, top), text: finite(each.chosen)}
                 for text, each in zip(texts, logprobs, strict=True)
             ],
             "text_offset": offsets,
         }
+
+    def _top(self, logprobs: TokenLogprobs, top: int) -> dict[str, float]:
+        best = zip(logprobs.top_ids[:top], logprobs.top[:top], strict=True)
+        return {self._token_texts[token_id][0]: finite(logprob) for token_id, logprob in best}

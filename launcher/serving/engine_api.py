@@ -42,6 +42,8 @@ class TokenNews:
     """The token id that ended the answer, where one did."""
     timings: RequestTimings | None = None
     """With the last news."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """Of all tokens of the prompt but the first, with the first news, where they were asked for."""
     error: str = ""
     """What went wrong, where finish_reason is error."""
 

@@ -269,5 +269,6 @@ def _news(events: list[RequestEvent]) -> TokenNews:
         last.finish_reason,
         last.stop_token,
         last.timings,
+        events[0].prompt_logprobs,
         last.error,
     )

@@ -249,8 +249,8 @@ def _param_fields(params: SamplingParams) -> dict[str, object]:
     return {name: value for name, default in _PARAM_DEFAULTS.items() if (value := getattr(params, name)) != default}
 
 
-def _logprob_fields(logprobs: TokenLogprobs) -> tuple[float, list[int], list[float]]:
-    return logprobs.chosen, list(logprobs.top_ids), list(logprobs.top)
+def _logprob_fields(logprobs: TokenLogprobs) -> tuple[float, list[int], list[float], int]:
+    return logprobs.chosen, list(logprobs.top_ids), list(logprobs.top), logprobs.rank
 
 
 def _event_fields(event: RequestEvent) -> tuple[object, ...]:
@@ -264,14 +264,14 @@ def _event_fields(event: RequestEvent) -> tuple[object, ...]:
         event.finish_reason,
         event.stop_token,
         timings and (timings.arrived, timings.first_scheduled, timings.first_token, timings.finished),
+        [_logprob_fields(each) for each in event.prompt_logprobs] if event.prompt_logprobs else (),
         event.error,
     )
 
 
 def _event(fields: Sequence[Any]) -> RequestEvent:
-    request_id, token_ids, logprobs, num_prompt_tokens, cached_tokens, finish_reason, stop_token, timings, error = (
-        fields
-    )
+    request_id, token_ids, logprobs, num_prompt_tokens, cached_tokens, finish_reason, stop_token, *rest = fields
+    timings, prompt_logprobs, error = rest
     return RequestEvent(
         request_id,
         token_ids,
@@ -281,6 +281,7 @@ def _event(fields: Sequence[Any]) -> RequestEvent:
         finish_reason,
         stop_token,
         None if timings is None else RequestTimings(*timings),
+        [TokenLogprobs(*each) for each in prompt_logprobs],
         error,
     )
 

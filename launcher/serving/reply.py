@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ class WholeChoice:
     parts: list[Part] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -32,6 +34,7 @@ class WholeChoice:
         self.parts.extend(piece.parts)
         self.token_ids.extend(piece.token_ids)
         self.logprobs.extend(piece.logprobs)
+        self.prompt_logprobs.extend(piece.prompt_logprobs)
         self.finish_reason = piece.finish_reason
         self.stop_reason = piece.stop_reason
 
@@ -49,6 +52,9 @@ class Shape(Protocol):
 
     def event(self, piece: Piece, *, first: bool) -> dict[str, Any]:
         """A choice of an event; first: it is the choice's first."""
+
+    def beside(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
+        """What a whole answer says beside its choices."""
 
 
 def new_id(kind: str) -> str:
@@ -75,7 +81,8 @@ async def reply(
         choices[piece.index].add(piece)
 
     await answers.run(collect)
-    await outbox.whole({**head, "choices": [shape.whole(choice) for choice in choices], "usage": answers.usage()})
+    whole = [shape.whole(choice) for choice in choices]
+    await outbox.whole({**head, "choices": whole, "usage": answers.usage(), **shape.beside(choices)})
 
 
 async def _stream(outbox: Outbox, body: AnswerBody, answers: Answers, shape: Shape, head: dict[str, Any]) -> None:

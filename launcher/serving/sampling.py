@@ -39,11 +39,9 @@ def chat_sampling(body: ChatBody, info: EngineInfo, has_tokenizer: bool) -> Samp
 
 def completion_sampling(body: CompletionBody, info: EngineInfo, has_tokenizer: bool) -> SamplingParams:
     """Sampling rules of a plain completion. Raises ApiError (400) naming the field at fault."""
-    if body.echo and body.logprobs is not None:
-        raise bad_request(
-            "logprobs with echo needs the prompt's log-probabilities, which this server does not compute", "echo"
-        )
-    return _answer_sampling(body, info, has_tokenizer, body.max_tokens, body.logprobs)
+    # An echoed prompt is a part of the answer, and has log-probabilities where that has.
+    echoed = body.logprobs if body.echo else None
+    return _answer_sampling(body, info, has_tokenizer, body.max_tokens, body.logprobs, echoed)
 
 
 def responses_sampling(body: ResponsesBody, info: EngineInfo, has_tokenizer: bool) -> SamplingParams:
@@ -54,12 +52,29 @@ def responses_sampling(body: ResponsesBody, info: EngineInfo, has_tokenizer: boo
 
 
 def _answer_sampling(
-    body: AnswerBody, info: EngineInfo, has_tokenizer: bool, max_tokens: int | None, logprobs: int | None
+    body: AnswerBody,
+    info: EngineInfo,
+    has_tokenizer: bool,
+    max_tokens: int | None,
+    logprobs: int | None,
+    echoed_logprobs: int | None = None,
 ) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
-    n = 1 if body.n is None else body.n
-    return _sampling(body, info, has_tokenizer, n=n, max_tokens=max_tokens, logprobs=logprobs)
+    if body.prompt_logprobs is not None:
+        if body.stream:
+            raise bad_request("prompt_logprobs cannot be streamed", "prompt_logprobs")
+        _check("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS)
+    wishes = [wish for wish in (body.prompt_logprobs, echoed_logprobs) if wish is not None]
+    return _sampling(
+        body,
+        info,
+        has_tokenizer,
+        n=1 if body.n is None else body.n,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=max(wishes, default=None),
+    )
 
 
 def _sampling(body: SamplingBody, info: EngineInfo, has_tokenizer: bool, **values: Any) -> SamplingParams:

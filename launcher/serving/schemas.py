@@ -100,7 +100,6 @@ class SamplingBody(Body):
 
     NEUTRAL: ClassVar = {
         "service_tier": ("auto", "default"),
-        "prompt_logprobs": (),
         "best_of": (),
         "use_beam_search": (False,),
         "length_penalty": (1, 1.0),
@@ -118,6 +117,8 @@ class AnswerBody(SamplingBody):
     stream_options: StreamOptions | None = None
     n: int | None = None
     max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    """Of the prompt's tokens, with so many most likely ones; not with stream."""
     response_format: ResponseFormat | None = None
     """What the answer must look like."""
 

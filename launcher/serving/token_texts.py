@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.coordinator.messages import TokenLogprobs
 from paceline.launcher.byte_level import bytes_of, decoder_kinds
 from paceline.launcher.tokenizer import Tokenizer
 
@@ -34,7 +35,9 @@ class TokenTexts:
         return entry
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens together, special ones included; needs a tokenizer."""
+        """The text of tokens together, special ones included; none without a tokenizer."""
+        if self._backend is None:
+            return ""
         text: str = self._backend.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
@@ -49,6 +52,25 @@ class TokenTexts:
         if byte := _BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(byte[1])
         return str(token).replace("\u2581", " ").encode()
+
+
+def prompt_logprobs(
+    token_texts: TokenTexts, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's shape of a prompt's log-probabilities: by token id, of each token and the `top` most likely ones.
+
+    The first token has null: nothing came before it.
+    """
+    answer: list[dict[str, Any] | None] = [None]
+    for token_id, each in zip(prompt[1:], logprobs, strict=True):
+        best = zip(each.top_ids[:top], each.top[:top], range(1, top + 1), strict=False)
+        answer.append(
+            {
+                str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_texts[token][0]}
+                for token, logprob, rank in ((token_id, each.chosen, each.rank), *best)
+            }
+        )
+    return answer
 
 
 def finite(logprob: float) -> float:

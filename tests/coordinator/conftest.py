@@ -122,6 +122,14 @@ class Slot:
     """What the cache must hold for each computed token."""
 
 
+def toy_scores(slot: Slot, count: int) -> list[TokenLogprobs]:
+    """What computing count tokens says of those that follow in the prompt: their ids and places."""
+    if slot.sampling.prompt_logprobs < 0:
+        return []
+    end = min(slot.num_computed + count + 1, slot.prompt_len)
+    return [TokenLogprobs(-float(slot.tokens[place]), rank=place) for place in range(slot.num_computed + 1, end)]
+
+
 class MirrorExecutor:
     """Rebuilds the workers' state from the plans alone, and fails on the first plan that breaks a rule.
 
@@ -207,6 +215,7 @@ class MirrorExecutor:
 
     def _compute(self, step: int, rows: StepRows, masks: dict[int, Mask]) -> StepResult:
         parts = list(zip(rows.slots, rows.counts, rows.samples, strict=True))
+        scores = [each for slot_id, count, _ in parts for each in toy_scores(self.slots[slot_id], count)]
         for slot_id, count, _ in parts:
             self._store(self.slots[slot_id], count)
         assert masks.keys() <= {slot for slot, _, samples in parts if samples}, "a mask for a row that does not sample"
@@ -222,7 +231,7 @@ class MirrorExecutor:
                 slot.tokens.append(token)
                 token_ids.append(token)
                 logprobs.append(TokenLogprobs(-float(token)) if slot.sampling.logprobs >= 0 else None)
-        return StepResult(step, token_ids, logprobs if any(logprobs) else ())
+        return StepResult(step, token_ids, logprobs if any(logprobs) else (), scores)
 
     def _store(self, slot: Slot, count: int) -> None:
         """Compute count tokens: what was read from the cache goes into what is written."""
@@ -252,6 +261,7 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     final: RequestEvent | None = None
 
 
@@ -281,6 +291,7 @@ class Harness:
             assert answer.final is None, "an event came after the last one"
             answer.tokens.extend(event.token_ids)
             answer.logprobs.extend(event.logprobs)
+            answer.prompt_logprobs.extend(event.prompt_logprobs)
             if event.finish_reason is not None:
                 answer.final = event
         return events

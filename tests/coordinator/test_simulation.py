@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ class Traffic:
     toy_answer: Callable[..., list[int]]
     generator: random.Random
     expected: dict[str, tuple[list[int], str]] = field(default_factory=dict)
+    scored: dict[str, list[int]] = field(default_factory=dict)
+    """The prompts whose log-probabilities were asked for."""
     aborted: set[str] = field(default_factory=set)
 
     def arrive(self) -> None:
@@ -41,6 +44,7 @@ class Traffic:
             seed=index,
             stop_token_ids=list(STOP_IDS),
             grammar=grammar,
+            prompt_logprobs=(scored := self.generator.choice([None, None, 0])),
             eos_token_ids=ends[len(STOP_IDS) :],
             priority=self.generator.choice([0, 0, 0, 1]),
             cache_salt=self.generator.choice(["", "", "tenant"]),
@@ -48,6 +52,7 @@ class Traffic:
         max_tokens = min(max_tokens, 64 - len(prompt))
         answer = self.toy_answer(prompt, max_tokens, seed=index, stop_ids=ends, grammar=grammar)
         self.expected[str(index)] = answer, "stop" if answer[-1] in ends else "length"
+        self.scored[str(index)] = [] if scored is None else prompt
 
     def abort_one(self) -> None:
         """Abort one of the latest: it waits, runs, is preempted, or just finished."""
@@ -83,6 +88,8 @@ def test_random_traffic_is_answered_exactly(make_harness, toy_answer, monkeypatc
             assert (outputs[name], reason) == (answer[: len(outputs[name])], "abort")
         else:
             assert (outputs[name], reason) == (answer, expected_reason)
+            scores = [(-score.chosen, score.rank) for score in harness.answers[name].prompt_logprobs]
+            assert scores == list(zip(traffic.scored[name][1:], itertools.count(1), strict=False))
     stats = harness.coordinator.stats()
     assert (stats.preemptions > 0) == (num_blocks == 30)
     assert stats.cached_prompt_tokens > 0

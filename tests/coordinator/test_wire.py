@@ -34,6 +34,7 @@ SAMPLING = st.builds(
     min_tokens=INT64,
     stop_ids=IDS.map(tuple),
     logprobs=st.integers(-1, 20),
+    prompt_logprobs=st.integers(-1, 20),
 )
 ADMISSION = st.builds(
     Admission,
@@ -157,7 +158,7 @@ def test_another_version_is_refused() -> None:
         decode(msgpack.packb([VERSION + 1, 0]))
 
 
-ADMISSION_FIELDS = [5, bytes(12), 2, 1, bytes(4), [0.5, 3, 0, 1.0, 0.0, 1.0, 0.0, 0.0, b"", [], 0, b"", -1]]
+ADMISSION_FIELDS = [5, bytes(12), 2, 1, bytes(4), [0.5, 3, 0, 1.0, 0.0, 1.0, 0.0, 0.0, b"", [], 0, b"", -1, -1]]
 
 
 def with_field(fields: list[Any], position: int, value: Any) -> list[Any]:

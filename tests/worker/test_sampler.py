@@ -321,7 +321,7 @@ def test_no_rule_makes_a_step_wait_for_the_gpu(mixed: tuple[torch.Tensor, list[R
         token_ids, logprobs = sampler.sample(logits, device_rows)
         state.advance(device_rows.shape, token_ids)
         state.count(device_rows)
-        return PendingResult(0, token_ids, logprobs, device_rows, stream)
+        return PendingResult(0, token_ids, logprobs, None, device_rows, stream)
 
     expected = step().result()  # compiles, which waits
     torch.cuda.set_sync_debug_mode("error")

@@ -91,7 +91,7 @@ class EchoEngine:
         said = [*script[start:], *script[:start], self.info.end_ids[0]]
         while params.ignore_eos and len(said) < 4096:
             said = said[:-1] + said
-        limit = min(params.max_tokens or 10**9, self.info.max_model_len - len(prompt))
+        limit = min(10**9 if params.max_tokens is None else params.max_tokens, self.info.max_model_len - len(prompt))
         said = said[:limit]
         cached = len(prompt) // 2
         place = 0
@@ -117,7 +117,9 @@ class EchoEngine:
                 if reason is not None:
                     timings = RequestTimings(0.0, 0.01, 0.02, 1.0)
                     del self.running[request_id]
-                yield TokenNews(ids, logprobs, len(prompt), cached, reason, stop, timings)
+                scores = prompt[1:] if params.prompt_logprobs is not None and place <= self.tokens_at_once else ()
+                scored = [self._logprobs(token, params.prompt_logprobs or 0) for token in scores]
+                yield TokenNews(ids, logprobs, len(prompt), cached, reason, stop, timings, scored)
                 if reason is not None:
                     return
                 if params.grammar is not None and self.grammar_error is not None:
@@ -133,6 +135,7 @@ class EchoEngine:
             -0.5,
             [token + place for place in range(count)],
             [-0.5 - place if place < 3 else -float("inf") for place in range(count)],
+            rank=7,
         )
 
     def abort(self, request_id: str) -> None:

@@ -127,9 +127,10 @@ def test_the_link_is_what_the_http_side_asks_for(llm: LLM) -> None:
         assert api.info.end_ids == llm.engine.end_ids
         before = await api.stats()
         await read(api.submit("a", list(range(40)), SamplingParams(max_tokens=4, ignore_eos=True)))
-        (last,) = (await read(api.submit("b", list(range(40)), SamplingParams(max_tokens=1))))[-1:]
+        one = SamplingParams(max_tokens=1, ignore_eos=True)
+        (last,) = (await read(api.submit("b", list(range(40)), one)))[-1:]
         assert last.cached_tokens == 32
-        (last,) = (await read(api.submit("c", list(range(40)), SamplingParams(max_tokens=1), cache_salt="me")))[-1:]
+        (last,) = (await read(api.submit("c", list(range(40)), one, cache_salt="me")))[-1:]
         assert last.cached_tokens == 0
         after = await api.stats()
         assert after.generated_tokens - before.generated_tokens == 6
