@@ -25,6 +25,13 @@ class Distribution:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Distribution):
+            return NotImplemented
+        return (self.bounds, self.counts, self.sum) == (other.bounds, other.counts, other.sum)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
     @property
     def count(self) -> int:
         """How many observations there were."""

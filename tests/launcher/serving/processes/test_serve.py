@@ -11,11 +11,9 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,117 +23,16 @@ import pytest
 PROMPT = [1, 2, 3]
 
 
-class Server:
-    """A `serve` command and all processes that it has started, found by a variable in their environment."""
-
-    def __init__(self, *arguments: str, tp: int = 1) -> None:
-        self._mark = f"PACELINE_TEST_MARK={uuid.uuid4().hex}"
-        name, _, value = self._mark.partition("=")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.launcher.start", "serve", *arguments, "--device", "cpu", "--tp", str(tp)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", name: value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.url = ""
-        self.log: list[dict[str, Any]] = []
-        """What was logged, once it has ended."""
-
-    def wait_ready(self) -> Server:
-        """Read the one line of standard output."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("paceline: serving "), self.process.communicate()
-        self.url = line.split()[-1]
-        return self
-
-    def processes(self) -> dict[int, str]:
-        """Process ids with their command lines."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self._mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:  # ended meanwhile, or of another user
-                continue
-        return found
-
-    def pid_of(self, part: str, rank: int | None = None) -> int:
-        """The one process whose command line holds this part and, where one is given, whose environment this rank."""
-        pids = [pid for pid, line in self.processes().items() if part in line]
-        if rank is not None:
-            pids = [
-                pid for pid in pids if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            ]
-        (pid,) = pids
-        return pid
-
-    def end(self, timeout: float = 30) -> tuple[int, str]:
-        """Exit status and standard error without the log, once it has ended; by then no process is left."""
-        _, errors = self.process.communicate(timeout=timeout)
-        deadline = time.monotonic() + 10
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert self.processes() == {}
-        self.log = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
-        return self.process.returncode, "\n".join(line for line in errors.splitlines() if not line.startswith("{"))
-
-    def kill(self) -> None:
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
-        self.process.communicate(timeout=10)
-
-
-@pytest.fixture
-def serve(tiny: Callable[..., Any]) -> Iterator[Callable[..., Server]]:
-    """serve(*arguments, tp=…): a server of a tiny model on a free port; what is left of it is killed in the end."""
-    servers: list[Server] = []
-
-    def start(*arguments: str, tp: int = 1, model: str | None = None, port: str = "0") -> Server:
-        folder = str(tiny("llama").folder) if model is None else model
-        servers.append(Server(folder, "--port", port, *arguments, tp=tp))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.kill()
-
-
-def complete(server: Server, **fields: Any) -> dict[str, Any]:
-    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, **fields}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    content: dict[str, Any] = answer.json()
-    return content
-
-
-def ask_too_much(server: Server) -> dict[str, Any] | None:
-    """The answers to a request of far more than a minute's work; None where there were none."""
-    body = {"prompt": [PROMPT] * 64, "n": 16, "max_tokens": 500, "ignore_eos": True}
-    try:
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    except httpx.TransportError:
-        return None
-    return answer.json() if answer.is_success else None
-
-
-def wait_running(server: Server) -> None:
-    """Return once a request runs."""
-    while httpx.get(f"{server.url}/v1/load").json()["running"] == 0:
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_signal_lets_running_requests_finish(serve: Callable[..., Server], tp: int) -> None:
+def test_a_signal_lets_running_requests_finish(serve: Callable[..., Any], tp: int) -> None:
     server = serve("--served-model-name", "tiny", tp=tp).wait_ready()
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert httpx.get(f"{server.url}/ready").status_code == 200
     assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "tiny"
-    assert complete(server, model="tiny")["usage"]["completion_tokens"] == 8
+    assert server.complete(model="tiny")["usage"]["completion_tokens"] == 8
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        running = pool.submit(complete, server, max_tokens=400, ignore_eos=True, n=8)
-        wait_running(server)
+        running = pool.submit(server.complete, max_tokens=400, ignore_eos=True, n=8)
+        server.wait_running()
         server.process.send_signal(signal.SIGTERM)
         assert running.result()["usage"]["completion_tokens"] == 8 * 400
     assert server.end() == (0, "")
@@ -143,20 +40,10 @@ def test_a_signal_lets_running_requests_finish(serve: Callable[..., Server], tp:
         httpx.get(f"{server.url}/health")
 
 
-def stream(server: Server, **fields: Any) -> tuple[int, list[dict[str, Any]]]:
-    """Status and events of a streamed answer, which [DONE] ends."""
-    body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True, **fields}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    if answer.status_code == 200:
-        assert events.pop() == "[DONE]"
-    return answer.status_code, [json.loads(event) for event in events]
-
-
-def test_b60_while_it_drains_streams_go_on_and_who_comes_is_told_to_come_back(serve: Callable[..., Server]) -> None:
+def test_b60_while_it_drains_streams_go_on_and_who_comes_is_told_to_come_back(serve: Callable[..., Any]) -> None:
     server = serve("--max-num-seqs", "10").wait_ready()
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
-        streams = [pool.submit(stream, server, max_tokens=300) for _ in range(20)]
+        streams = [pool.submit(server.stream, max_tokens=300) for _ in range(20)]
         while httpx.get(f"{server.url}/v1/load").json()["accepted"] < 20:
             time.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)
@@ -176,11 +63,11 @@ def test_b60_while_it_drains_streams_go_on_and_who_comes_is_told_to_come_back(se
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_b60_streams_that_are_cut_off_are_told(serve: Callable[..., Server], again: bool) -> None:
+def test_b60_streams_that_are_cut_off_are_told(serve: Callable[..., Any], again: bool) -> None:
     """At once with a drain timeout of 0, and by a second signal."""
     server = serve("--drain-timeout", "60" if again else "0", "--max-num-seqs", "10").wait_ready()
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
-        streams = [pool.submit(stream, server, max_tokens=500, n=16) for _ in range(20)]
+        streams = [pool.submit(server.stream, max_tokens=500, n=16) for _ in range(20)]
         while httpx.get(f"{server.url}/v1/load").json()["accepted"] < 320:
             time.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)
@@ -195,7 +82,7 @@ def test_b60_streams_that_are_cut_off_are_told(serve: Callable[..., Server], aga
     assert server.end(timeout=10)[0] == (128 + signal.SIGTERM if again else 0)
 
 
-def test_b58_two_thousand_clients_at_once_and_few_places(serve: Callable[..., Server]) -> None:
+def test_b58_two_thousand_clients_at_once_and_few_places(serve: Callable[..., Any]) -> None:
     """Where a process may open 1,024 files unless it asks for more: nobody's connection is reset, and all are told."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # this process holds the clients' ends
@@ -227,20 +114,20 @@ def test_b58_two_thousand_clients_at_once_and_few_places(serve: Callable[..., Se
     assert 2 <= len(answers) - statuses.count(429) < 200
     load = httpx.get(f"{server.url}/v1/load").json()
     assert (load["accepted"], load["cache_blocks"]["used"]) == (0, 0)
-    assert complete(server)["usage"]["completion_tokens"] == 8
+    assert server.complete()["usage"]["completion_tokens"] == 8
 
 
-def test_ctrl_c_ends_an_idle_server(serve: Callable[..., Server]) -> None:
+def test_ctrl_c_ends_an_idle_server(serve: Callable[..., Any]) -> None:
     server = serve().wait_ready()
     server.process.send_signal(signal.SIGINT)
     assert server.end() == (0, "")
 
 
-def test_requests_that_take_too_long_are_cut_off(serve: Callable[..., Server]) -> None:
+def test_requests_that_take_too_long_are_cut_off(serve: Callable[..., Any]) -> None:
     server = serve("--drain-timeout", "1").wait_ready()
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        running = pool.submit(ask_too_much, server)
-        wait_running(server)
+        running = pool.submit(server.ask_too_much)
+        server.wait_running()
         start = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         status, _ = server.end()
@@ -248,11 +135,11 @@ def test_requests_that_take_too_long_are_cut_off(serve: Callable[..., Server]) -
         assert running.result() is None
 
 
-def test_a_second_signal_does_not_wait(serve: Callable[..., Server]) -> None:
+def test_a_second_signal_does_not_wait(serve: Callable[..., Any]) -> None:
     server = serve("--drain-timeout", "60").wait_ready()
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        running = pool.submit(ask_too_much, server)
-        wait_running(server)
+        running = pool.submit(server.ask_too_much)
+        server.wait_running()
         server.process.send_signal(signal.SIGINT)
         time.sleep(1)
         assert server.process.poll() is None
@@ -265,7 +152,7 @@ def test_a_second_signal_does_not_wait(serve: Callable[..., Server]) -> None:
     ("victim", "rank", "tp"),
     [("front_process", None, 1), ("launcher serve", 0, 1), ("front_process", None, 2), ("launcher serve", 1, 2)],
 )
-def test_a_killed_process_ends_all(serve: Callable[..., Server], victim: str, rank: int | None, tp: int) -> None:
+def test_a_killed_process_ends_all(serve: Callable[..., Any], victim: str, rank: int | None, tp: int) -> None:
     server = serve(tp=tp).wait_ready()
     os.kill(server.pid_of(victim, rank), signal.SIGKILL)
     status, errors = server.end()
@@ -274,12 +161,12 @@ def test_a_killed_process_ends_all(serve: Callable[..., Server], victim: str, ra
         assert errors == "paceline: the HTTP process ended unexpectedly (by SIGKILL)"
 
 
-def test_clients_are_told_that_a_rank_died(serve: Callable[..., Server]) -> None:
+def test_clients_are_told_that_a_rank_died(serve: Callable[..., Any]) -> None:
     server = serve(tp=2).wait_ready()
     body = {"prompt": PROMPT, "n": 16, "max_tokens": 500, "ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         running = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
-        wait_running(server)
+        server.wait_running()
         victim = server.pid_of("launcher serve", 1)
         os.kill(victim, signal.SIGKILL)
         answer = running.result()
@@ -290,13 +177,13 @@ def test_clients_are_told_that_a_rank_died(serve: Callable[..., Server]) -> None
     assert f"paceline: rank 1 (process {victim}) ended unexpectedly" in errors
 
 
-def test_ranks_do_not_outlive_who_started_them(serve: Callable[..., Server]) -> None:
+def test_ranks_do_not_outlive_who_started_them(serve: Callable[..., Any]) -> None:
     server = serve(tp=2).wait_ready()
     os.kill(server.process.pid, signal.SIGKILL)
     server.end()
 
 
-def test_a_port_in_use_is_one_line(serve: Callable[..., Server]) -> None:
+def test_a_port_in_use_is_one_line(serve: Callable[..., Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, errors = serve(port=str(port), tp=2).end()
@@ -320,7 +207,7 @@ def test_a_port_in_use_is_one_line(serve: Callable[..., Server]) -> None:
         (("--num-blocks", "0"), "num_blocks must be"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(serve: Callable[..., Server], arguments: tuple[str, ...], words: str) -> None:
+def test_what_cannot_be_done_is_one_line(serve: Callable[..., Any], arguments: tuple[str, ...], words: str) -> None:
     status, errors = serve(*arguments).end()
     assert status == 2
     assert words in errors
@@ -328,7 +215,7 @@ def test_what_cannot_be_done_is_one_line(serve: Callable[..., Server], arguments
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_bad_model_is_one_line(serve: Callable[..., Server], tp: int, tmp_path: Path) -> None:
+def test_a_bad_model_is_one_line(serve: Callable[..., Any], tp: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mystery"}')
     status, errors = serve(model=str(tmp_path), tp=tp).end()
     assert status == 2
@@ -336,7 +223,7 @@ def test_a_bad_model_is_one_line(serve: Callable[..., Server], tp: int, tmp_path
     assert "\n" not in errors
 
 
-def test_a_unix_socket_and_keys(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_unix_socket_and_keys(serve: Callable[..., Any], tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first\n\nsecond\n")
     path = tmp_path / "door"
@@ -351,7 +238,7 @@ def test_a_unix_socket_and_keys(serve: Callable[..., Server], tmp_path: Path) ->
         server.kill()
 
 
-def test_https(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_https(serve: Callable[..., Any], tmp_path: Path) -> None:
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
@@ -363,7 +250,7 @@ def test_https(serve: Callable[..., Server], tmp_path: Path) -> None:
     assert answer.json()["usage"]["completion_tokens"] == 2
 
 
-def numbers(server: Server) -> dict[str, float]:
+def numbers(server: Any) -> dict[str, float]:
     """What /metrics says, by name and labels as they stand there."""
     text = httpx.get(f"{server.url}/metrics", timeout=30).text
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
@@ -381,14 +268,14 @@ def at_rest(got: dict[str, float]) -> bool:
     return left == [0, 0, 0] and done == behind and gone == 1
 
 
-def test_operators_see_what_clients_got(serve: Callable[..., Server]) -> None:
+def test_operators_see_what_clients_got(serve: Callable[..., Any]) -> None:
     """Two ranks, a cache that is too small for all at once: metrics and log agree with what the clients counted."""
     server = serve("--num-blocks", "24", "--block-size", "8", "--max-queue", "48", tp=2).wait_ready()
     prefix = list(range(40))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         wishes = [{"prompt": [*prefix, number], "max_tokens": 60, "ignore_eos": True} for number in range(10)]
-        running = [pool.submit(complete, server, **wish) for wish in wishes]
-        wait_running(server)
+        running = [pool.submit(server.complete, **wish) for wish in wishes]
+        server.wait_running()
         while not all(future.done() for future in running):
             during = numbers(server)
             assert during["paceline_kv_cache_usage_perc"] <= 1
