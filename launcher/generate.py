@@ -39,8 +39,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Answer the prompts; on ranks other than 0 this ends the process when rank 0 is done."""
     prompts = _prompts(arguments)
     params = sampling_params(arguments)
-    if params.logprobs is not None and not arguments.json:
-        raise InputError("--logprobs needs --json, which shows them")
+    for option, wish in (("--logprobs", params.logprobs), ("--prompt-logprobs", params.prompt_logprobs)):
+        if wish is not None and not arguments.json:
+            raise InputError(f"{option} needs --json, which shows them")
     from paceline.launcher.llm import LLM
 
     with LLM(arguments.model, tensor_parallel_size=arguments.tensor_parallel_size, **engine_settings(arguments)) as llm:
@@ -121,10 +122,11 @@ def _record(prompt: str, output: RequestOutput, choice: CompletionOutput) -> dic
     }
     if len(output.outputs) > 1:
         record["index"] = choice.index
-    if choice.logprobs is not None:
-        record["logprobs"] = [each.chosen for each in choice.logprobs]
-        if any(each.top_ids for each in choice.logprobs):
-            record["top_logprobs"] = [
-                dict(zip(map(str, each.top_ids), each.top, strict=True)) for each in choice.logprobs
-            ]
+    for name, logprobs in (("logprobs", choice.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
+        if logprobs is not None:
+            record[name] = [each and each.chosen for each in logprobs]
+            if any(each and each.top_ids for each in logprobs):
+                record[f"top_{name}"] = [
+                    each and dict(zip(map(str, each.top_ids), each.top, strict=True)) for each in logprobs
+                ]
     return record

@@ -95,6 +95,8 @@ SAMPLING_OPTIONS = (
     Option("include_stop_str_in_output", None, "leave the stop text in the answer"),
     Option("ignore_eos", None, "go on after the model's end-of-text token"),
     Option("logprobs", int, "report log-probabilities: of the chosen tokens (0) and of this many best ones"),
+    Option("prompt_logprobs", int, "the same of the prompt's own tokens"),
+    Option("grammar", str, "what the answer must follow: a grammar as llguidance reads it", metavar="TEXT"),
     Option("skip_special_tokens", None, "show special tokens in the text", switch_off=True),
 )
 

@@ -51,6 +51,19 @@ def test_every_field_has_an_option() -> None:
     assert {option.field for option in SAMPLING_OPTIONS} == {field.name for field in dataclasses.fields(SamplingParams)}
 
 
+def test_an_answer_by_a_grammar_with_its_prompts_scores(command: Callable[..., tuple[int, str, str]]) -> None:
+    grammar = 'start: "It is " ("Paris" | "Rome")'
+    status, out, _ = command(FRANCE, "--grammar", grammar, "--prompt-logprobs", "1", "--json")
+    record = json.loads(out)
+    assert (status, record["text"]) == (0, "It is Paris")
+    assert len(record["prompt_logprobs"]) == len(record["top_prompt_logprobs"]) == len(record["prompt_token_ids"])
+    assert record["prompt_logprobs"][0] is None
+    assert all(score < 0 for score in record["prompt_logprobs"][1:])
+    status, _, err = command(FRANCE, "--prompt-logprobs", "1")
+    assert status == 2
+    assert "--prompt-logprobs needs --json" in err
+
+
 def test_the_answer_alone_is_printed(command: Callable[..., tuple[int, str, str]]) -> None:
     status, out, _ = command(FRANCE)
     assert (status, out) == (0, PARIS + "\n")
