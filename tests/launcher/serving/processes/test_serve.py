@@ -93,7 +93,7 @@ def test_b58_two_thousand_clients_at_once_and_few_places(serve: Callable[..., An
     # Two thousand log lines are more than a pipe holds.
     threading.Thread(target=server.process.stderr.read, daemon=True).start()
     body = json.dumps({"prompt": PROMPT, "max_tokens": 500, "n": 5, "ignore_eos": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
 
     async def client(everyone: asyncio.Barrier) -> tuple[int, bool]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
