@@ -138,6 +138,7 @@ def running_front() -> Iterator[Front]:
         block_size=16,
         end_ids=tokenizer.end_ids,
         tensor_parallel_size=1,
+        devices=("stub",),
     )
     spawn = multiprocessing.get_context("spawn")
     with Endpoint() as endpoint, zmq.Context() as context, context.socket(zmq.DEALER) as zmq_socket:

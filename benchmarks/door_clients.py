@@ -30,7 +30,7 @@ class CrowdReport:
 def request(body: dict[str, Any]) -> bytes:
     """A streamed chat request on a connection that stays open."""
     content = json.dumps({"stream": True, "stream_options": {"include_usage": True}, **body}).encode()
-    lines = ("POST /v1/chat/completions HTTP/1.1", "host: door", "content-type: application/json")
+    lines = ("POST /v1/chat/completions HTTP/1.1", "host: localhost", "content-type: application/json")
     return "\r\n".join((*lines, f"content-length: {len(content)}", "", "")).encode() + content
 
 

@@ -10,6 +10,7 @@ import zmq
 
 from paceline.coordinator.block_manager import BlockUsage
 from paceline.coordinator.events import CoordinatorStats, RequestEvent, RequestTimings
+from paceline.coordinator.step_times import StepTimes
 from paceline.launcher.serving.engine_api import EngineInfo
 from paceline.launcher.serving.messages import (
     Abort,
@@ -46,6 +47,7 @@ class StubEngine(threading.Thread):
         self._info = info
         self._text = text
         self._running: dict[str, _Running] = {}
+        self._times = StepTimes()
         self._over = threading.Event()
         self.ready = threading.Event()
         """Set once the HTTP process takes requests."""
@@ -116,7 +118,21 @@ class StubEngine(threading.Thread):
 
     def _stats(self) -> CoordinatorStats:
         blocks = BlockUsage(free=self._info.num_blocks, cached=0, used=0)
-        return CoordinatorStats(0, len(self._running), blocks, 0, 0, 0, 0, 0, {})
+        return CoordinatorStats(
+            waiting=0,
+            running=len(self._running),
+            blocks=blocks,
+            steps=0,
+            preemptions=0,
+            prompt_tokens=0,
+            cached_prompt_tokens=0,
+            generated_tokens=0,
+            finished={},
+            step_seconds=self._times.parts(),
+            step_requests=self._times.requests,
+            step_tokens=self._times.tokens,
+            ranks=(),
+        )
 
     def _send(self, message: Message) -> None:
         self._socket.send(encode(message))

@@ -63,7 +63,13 @@ def main() -> None:
     watch = metrics.watch_answer(clock(), 100)
     exposition = Exposition(metrics, Admission(1024), "model")
     info = EngineInfo(
-        vocab_size=1, max_model_len=1, num_blocks=1, block_size=1, end_ids=(0,), tensor_parallel_size=RANKS
+        vocab_size=1,
+        max_model_len=1,
+        num_blocks=1,
+        block_size=1,
+        end_ids=(0,),
+        tensor_parallel_size=RANKS,
+        devices=("GPU",) * RANKS,
     )
     for name, work in (
         ("measuring a step", measure_step),

@@ -140,7 +140,7 @@ async def leave(port: int) -> float:
 async def load(port: int) -> dict[str, Any]:
     """/v1/load."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /v1/load HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    writer.write(b"GET /v1/load HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     answer = await reader.read()
     writer.close()
     content: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])
@@ -173,7 +173,12 @@ class Visitor:
         """Send a request."""
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port)
         content = json.dumps(body).encode()
-        lines = ("POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", "connection: close")
+        lines = (
+            "POST /v1/completions HTTP/1.1",
+            "host: localhost",
+            "content-type: application/json",
+            "connection: close",
+        )
         self.writer.write("\r\n".join((*lines, f"content-length: {len(content)}", "", "")).encode() + content)
 
     async def finish(self, body: dict[str, Any]) -> None:

@@ -93,12 +93,12 @@ def test_b58_two_thousand_clients_at_once_and_few_places(serve: Callable[..., An
     # Two thousand log lines are more than a pipe holds.
     threading.Thread(target=server.process.stderr.read, daemon=True).start()
     body = json.dumps({"prompt": PROMPT, "max_tokens": 500, "n": 5, "ignore_eos": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
 
     async def client(everyone: asyncio.Barrier) -> tuple[int, bool]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         await everyone.wait()
-        writer.write(f"{head}\r\nconnection: close\r\n\r\n".encode() + body)
+        writer.write(f"{head}\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n".encode() + body)
         answer = await reader.read()
         writer.close()
         return int(answer.split()[1]), b"\r\nretry-after: " in answer
