@@ -108,8 +108,8 @@ run_tests() {
     "$python" -m mypy
     if [[ $# -eq 0 ]]; then
         # The whole suite takes a process a core, each with one thread: more would take the others' cores.
-        export OMP_NUM_THREADS=1
         set -- --numprocesses "$(nproc)" --dist worksteal
+        export OMP_NUM_THREADS=1 # which nproc heeds, too
     fi
     exec "$python" -m pytest "$@"
 }

@@ -35,7 +35,7 @@ class Piece:
     stop_reason: int | str | None = None
     """The caller's own stop text or stop token id that ended the choice."""
     parts: Sequence[Part] = ()
-    """Of a conversation's answer, in place of the text."""
+    """Of an answer that may hold reasoning or calls, in place of the text."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     """Of all tokens of the prompt but the first, with the choice's first piece, where they were asked for."""
 

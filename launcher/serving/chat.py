@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.coordinator.messages import TokenLogprobs
-from paceline.launcher.dialects.parts import Arguments, Call, Content, Part, Reasoning
+from paceline.launcher.dialects.parts import Arguments, Call, Content, Reasoning
 from paceline.launcher.serving.answers import Piece
 from paceline.launcher.serving.conversation import held_to, reader_of, template_options
 from paceline.launcher.serving.delivery import Outbox
@@ -78,7 +78,7 @@ class ChatShape:
 
     def whole(self, choice: WholeChoice) -> dict[str, Any]:
         """A choice of a whole answer."""
-        content, reasoning, calls = said_in(choice.parts)
+        content, reasoning, calls = said_in(choice)
         message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
         message["refusal"] = None
         message.update(_reasoning(reasoning))
@@ -94,7 +94,7 @@ class ChatShape:
 
     def event(self, piece: Piece, *, first: bool) -> dict[str, Any]:
         """A choice of an event; the first says whose turn it is."""
-        content, reasoning, calls = said_in(piece.parts)
+        content, reasoning, calls = said_in(piece)
         delta: dict[str, Any] = {"role": "assistant", "content": content} if first else {}
         if content:
             delta["content"] = content
@@ -145,11 +145,11 @@ class SaidCall:
     arguments: str = ""
 
 
-def said_in(parts: Sequence[Part]) -> tuple[str, str, dict[int, SaidCall]]:
-    """Content, reasoning and, by their index, the calls that these parts say."""
-    content = reasoning = ""
+def said_in(news: Piece | WholeChoice) -> tuple[str, str, dict[int, SaidCall]]:
+    """Content, reasoning and, by their index, the calls of what is text or consists of parts."""
+    content, reasoning = news.text, ""
     calls: dict[int, SaidCall] = {}
-    for part in parts:
+    for part in news.parts:
         match part:
             case Content():
                 content += part.text

@@ -86,10 +86,13 @@ def reader_of(tokenizer: Tokenizer, use: ToolUse | None, prompt: Prompt, dialect
     shown_ids = frozenset(dialect.token_ids[tag] for tag in tags if tag in dialect.token_ids)
 
     def make(params: SamplingParams) -> AnswerReader:
+        text = AnswerText(tokenizer, params, shown_ids=shown_ids)
+        if not tags:
+            return AnswerReader(text)
         reasoning = ReasoningSplitter(opened=opens_reasoning(prompt.ending)) if reasons else None
         tools = None
         if use is not None and dialect.tools is not None:
             tools = ToolParser(dialect.tools, use.names, several=use.several)
-        return AnswerReader(AnswerText(tokenizer, params, shown_ids=shown_ids), AnswerParser(reasoning, tools))
+        return AnswerReader(text, AnswerParser(reasoning, tools))
 
     return make

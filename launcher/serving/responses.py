@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.coordinator.sampling_params import SamplingParams
+from paceline.launcher.dialects.parts import Content
 from paceline.launcher.serving.answers import Answers, Piece
 from paceline.launcher.serving.conversation import held_to, reader_of, template_options
 from paceline.launcher.serving.delivery import Outbox
@@ -103,6 +104,8 @@ async def _stream(outbox: Outbox, answers: Answers, writer: ResponseWriter) -> N
 
 
 def _events(piece: Piece, answers: Answers, writer: ResponseWriter) -> Iterable[Event]:
+    if piece.text:
+        yield from writer.add(Content(piece.text))
     for part in piece.parts:
         yield from writer.add(part)
     if piece.finish_reason is not None:
