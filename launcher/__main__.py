@@ -46,6 +46,7 @@ def run(argv: list[str]) -> int:
             return 0  # rank 0 prints it
         arguments = parser.parse_args(argv)
         arguments.run(arguments)
+        sys.stdout.flush()  # here, where it is an error like any other, and not while Python ends
     except InputError as error:
         # Every rank meets the same bad input, or is told of it; one of them says so.
         if rank == 0:

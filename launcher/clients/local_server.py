@@ -6,6 +6,7 @@ any other server. The engine ends with this process, however that ends.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -111,8 +112,9 @@ class LocalServer:
                 if '"request_id"' in text:
                     continue  # its log of requests
                 self._lines.append(text)
-                if not self._ready and ("loaded " in text or not text.startswith("paceline: ")):
-                    print(text, file=sys.stderr, flush=True)
+                shown = "" if self._ready else _for_a_person(text)
+                if shown:
+                    print(shown, file=sys.stderr, flush=True)
 
     def _end(self) -> None:
         process = self._process
@@ -127,6 +129,16 @@ class LocalServer:
             if process.stdout is not None:
                 process.stdout.close()
         shutil.rmtree(Path(self._folder), ignore_errors=True)
+
+
+def _for_a_person(line: str) -> str:
+    """What a command says of the engine's line: nothing of its last words, and of a log line what is a sentence."""
+    if line.startswith("paceline: "):
+        return ""
+    if not line.startswith("{"):
+        return line
+    event = str(json.loads(line)["event"])
+    return f"paceline: {event}" if " " in event else ""
 
 
 def _end_with_parent() -> None:
