@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 
 @dataclass(frozen=True)
@@ -196,13 +198,15 @@ def chromium() -> Iterator[Browser]:
     path = next((found for name in names if (found := shutil.which(name)) is not None), None)
     if path is None:
         pytest.skip(f"needs a browser, none of {', '.join(names)} is installed")
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(CHROMIUM_SWITCHES))
         yield browser
         browser.close()
 
 
-OpenPage = Callable[..., Page]
+OpenPage = Callable[..., "Page"]
 
 
 @pytest.fixture
