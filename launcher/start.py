@@ -29,6 +29,8 @@ RANK_PER_GPU_COMMANDS = ("generate", "serve")
 """Commands that take all GPUs there are unless --tp says otherwise: those that run the engine to answer somebody."""
 CLIENT_COMMANDS = ("chat", "batch", "bench")
 """Commands that are no ranks themselves: one that wants an engine of its own starts `serve` for it."""
+RANK_BYTES = 300 << 20
+"""Host memory that a rank takes before it has loaded anything: Python, torch and what they map."""
 USAGE_ERROR = 2
 """Exit code for arguments that cannot be carried out."""
 
@@ -38,6 +40,7 @@ def main() -> int:
     try:
         program, arguments = split_script(sys.argv[1:])
         ranks = number_of_ranks(sys.argv[1:], visible_gpus)
+        check_memory(ranks, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except InputError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -89,6 +92,16 @@ def number_of_ranks(arguments: Sequence[str], count_gpus: Callable[[], int]) -> 
     if command in RANK_PER_GPU_COMMANDS and not options.information and options.device != "cpu":
         return max(1, count_gpus())
     return 1
+
+
+def check_memory(ranks: int, memory: int) -> None:
+    """Raise InputError where so many ranks cannot even start in so many bytes; trying would take the machine down."""
+    needed = ranks * RANK_BYTES
+    if needed > memory:
+        raise InputError(
+            f"{ranks} ranks would take some {needed / 2**30:.0f} GiB before they load anything, and this machine has "
+            f"{memory / 2**30:.0f}; lower --tp"
+        )
 
 
 def shutdown_seconds(arguments: Sequence[str]) -> float:

@@ -15,7 +15,15 @@ import pytest
 
 from paceline.coordinator.errors import InputError
 from paceline.launcher.serving.children import DRAIN_SECONDS
-from paceline.launcher.start import SHUTDOWN_SECONDS, number_of_ranks, shutdown_seconds, split_script, visible_gpus
+from paceline.launcher.start import (
+    RANK_BYTES,
+    SHUTDOWN_SECONDS,
+    check_memory,
+    number_of_ranks,
+    shutdown_seconds,
+    split_script,
+    visible_gpus,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,6 +125,21 @@ def test_a_bad_tp_ends_in_one_line_before_any_rank(value: list[str]) -> None:
     assert result.stderr.startswith("paceline: --tp")
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_more_ranks_than_memory_are_refused_before_any_is_started() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "paceline.launcher.start", "generate", "hi", "--tp", "100000000"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("paceline: 100000000 ranks would take some 29296875 GiB")
+    check_memory(8, 8 * RANK_BYTES)
+    with pytest.raises(InputError, match="lower --tp"):
+        check_memory(9, 8 * RANK_BYTES)
 
 
 def test_script_replaces_the_launcher(tmp_path: Path) -> None:
