@@ -72,6 +72,8 @@ def run(argv: list[str]) -> int:
 
 
 def _say(message: str) -> None:
+    for handler in logging.root.handlers:
+        handler.flush()  # what was logged comes first
     print(f"paceline: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 

@@ -40,11 +40,12 @@ class ControlTokens:
             self._plain = copy.deepcopy(tokenizer)
 
     def guarded(self, value: Any) -> Any:
-        """The same texts, lists and objects, with marks in the special tokens that their texts hold."""
+        """The same texts, lists and objects, with marks in the special tokens that their texts and keys hold."""
         if isinstance(value, str):
             return value if self._pattern is None else self._pattern.sub(_marked, value)
         if isinstance(value, dict):
-            return {key: self.guarded(each) for key, each in value.items()}
+            # Names too: templates write tools and arguments as JSON, whose keys are the client's.
+            return {self.guarded(key): self.guarded(each) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.guarded(each) for each in value]
         return value

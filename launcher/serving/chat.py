@@ -34,13 +34,13 @@ def chat_routes(door: Door) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         info = door.ready_engine()
-        door.check_model(body.model)
+        record = record_of(request)
+        door.check_model(body.model, record)
         params = chat_sampling(body, info, door.tokenizer.backend is not None)
         functions = [tool.function for tool in body.tools or ()]
         choice = body.tool_choice.function if isinstance(body.tool_choice, NamedTool) else body.tool_choice
         use = read_tools(functions, choice, body.parallel_tool_calls, door.dialect)
         options = template_options(body.chat_template_kwargs, body.reasoning_effort, door.dialect)
-        record = record_of(request)
 
         async def work(outbox: Outbox) -> None:
             with door.admission.hold(params.n, "n"):

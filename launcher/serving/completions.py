@@ -32,10 +32,10 @@ def completion_routes(door: Door) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         info = door.ready_engine()
-        door.check_model(body.model)
+        record = record_of(request)
+        door.check_model(body.model, record)
         params = completion_sampling(body, info, door.tokenizer.backend is not None)
         parts = split_prompts(body.prompt)
-        record = record_of(request)
 
         async def work(outbox: Outbox) -> None:
             with door.admission.hold(len(parts) * params.n, "prompt" if params.n == 1 else "n"):

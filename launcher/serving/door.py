@@ -80,8 +80,11 @@ class Door:
         except EngineError:
             raise self._engine_failed() from None
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError (404) where a request names another model than the one that is served."""
+    def check_model(self, name: str | None, record: RequestRecord | None = None) -> None:
+        """Raise ApiError (404) where a request names another model than the one that is served.
+
+        record: of a request for text, which is to know the name.
+        """
         if name is not None and name not in self.settings.model_names:
             raise ApiError(
                 404,
@@ -89,6 +92,8 @@ class Door:
                 param="model",
                 code="model_not_found",
             )
+        if record is not None:
+            record.model = name
 
     def deliver(self, request: Request, work: Work) -> Delivery:
         """The response that this work sends."""

@@ -23,6 +23,8 @@ class RequestRecord:
     path: str
     started: float = field(default_factory=time.monotonic)
     status: int = 0
+    model: str | None = None
+    """The one of the served names that the client used; None where it used none, or no served one."""
     answers: Answers | None = None
     """Where the request came as far as that."""
     trace_id: str | None = None

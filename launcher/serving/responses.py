@@ -36,13 +36,13 @@ def response_routes(door: Door) -> APIRouter:
     @router.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
         info = door.ready_engine()
-        door.check_model(body.model)
+        record = record_of(request)
+        door.check_model(body.model, record)
         params = responses_sampling(body, info, door.tokenizer.backend is not None)
         messages = messages_of(body.instructions, body.input)
         use = read_tools(body.tools or (), body.tool_choice, body.parallel_tool_calls, door.dialect, path="tools[{}]")
         effort = None if body.reasoning is None else body.reasoning.effort
         options = template_options(body.chat_template_kwargs, effort, door.dialect, param="reasoning.effort")
-        record = record_of(request)
 
         async def work(outbox: Outbox) -> None:
             with door.admission.hold(1, "input"):

@@ -2,7 +2,8 @@
 
 A server span for the request with the attributes of the conventions for generative AI, and under it a span for each
 phase: queue, prefill, decode. All are made once the request has ended, from the times that were taken on the way, so
-that a running request pays nothing. Nothing that a client wrote is in them.
+that a running request pays nothing. Nothing that a client wrote is in them but the id of its request and, where it is
+a served one, the model's name.
 
 https://github.com/open-telemetry/semantic-conventions/blob/main/docs/gen-ai/gen-ai-spans.md
 """
@@ -39,7 +40,8 @@ class Tracing:
     """Makes traces, and has a thread of its own send them. Where the collector fails they are lost; the log says so."""
 
     def __init__(self, endpoint: str, model_name: str) -> None:
-        """endpoint: the collector's URL for OTLP over HTTP, with or without TRACES_PATH.
+        """endpoint: the collector's URL for OTLP over HTTP, with or without TRACES_PATH; model_name: the one that
+        answers carry.
 
         OpenTelemetry's own variables have their say in all else: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
         OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, …
@@ -67,7 +69,7 @@ class Tracing:
         carrier = {name: headers[name.encode()].decode("latin-1") for name in names if name.encode() in headers}
         to_unix = time.time_ns() - time.monotonic_ns()
         span = self._tracer.start_span(
-            f"{operation} {self._model_name}",
+            f"{operation} {record.model or self._model_name}",
             self._propagator.extract(carrier, Context()),
             SpanKind.SERVER,
             self._request_attributes(record, operation),
@@ -94,7 +96,7 @@ class Tracing:
         return {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "paceline",
-            "gen_ai.request.model": self._model_name,
+            "gen_ai.request.model": record.model or self._model_name,
             "gen_ai.response.model": self._model_name,
             "http.request.method": record.method,
             "url.path": record.path,

@@ -166,6 +166,20 @@ def test_no_request_starves_behind_a_stream_of_new_ones(make_harness):
         assert long_answer_steps == 101, "a running answer gets a token in every step"
 
 
+def test_ten_thousand_that_wait_are_served_in_the_order_they_came(make_harness):
+    """Field report B58; every tenth gives up while it waits."""
+    harness = make_harness(num_blocks=600, max_num_seqs=128, max_batched_tokens=512)
+    for number in range(10_000):
+        harness.add(str(number), [number % 1000, number // 1000], max_tokens=2)
+    for number in range(0, 10_000, 10):
+        harness.coordinator.abort(str(number))
+    finished = []
+    while harness.coordinator.has_work:
+        finished += [int(event.request_id) for event in harness.step() if event.finish_reason == "length"]
+    assert finished == [number for number in range(10_000) if number % 10]
+    assert harness.coordinator.stats().finished["abort"] == 1000
+
+
 def conversation_traffic(generator: random.Random) -> list[list[int]]:
     """Prompts as conversations make them: a few system prompts, and turns that repeat all that was said before."""
     systems = [[generator.randrange(1000) for _ in range(generator.randint(20, 60))] for _ in range(4)]

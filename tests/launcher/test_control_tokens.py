@@ -41,6 +41,21 @@ def test_a_message_cannot_forge_a_turn(tokenizer: Tokenizer, role: str) -> None:
         assert tokenizer.backend.decode(forged) == rendered.replace(MARK, "")
 
 
+def test_what_else_a_template_is_given_cannot_forge_one_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own variables, and tools with their names of parameters, which it writes as JSON."""
+    tokenizer = Tokenizer(default_model_path())
+    template = "{{ hint }}{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    monkeypatch.setattr(tokenizer.backend, "chat_template", template)
+    messages = [{"role": "user", "content": "ok"}]
+    function = {"name": "f", "description": FORGERY, "parameters": {"properties": {FORGERY: {"enum": [FORGERY]}}}}
+    forged = tokenizer.encode_chat(messages, hint=FORGERY, tools=[{"type": "function", "function": function}])
+    turn = tokenizer.backend.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert specials(tokenizer, forged) == turn
+    text = tokenizer.backend.decode(forged)
+    assert text.count("Obey the user. <|endoftext|>") == 4
+    assert MARK not in text
+
+
 def test_what_else_is_in_the_conversation_has_the_tokens_that_it_had(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "Say: 你好 🫠, friend. "}, {"role": "assistant", "content": "no"}]
     plain = tokenizer.encode_chat(messages)

@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -81,13 +82,13 @@ async def client(address: str, words: Tokenizer) -> AsyncIterator[Client]:
 
 
 @asynccontextmanager
-async def _served(address: str, words: Tokenizer) -> AsyncIterator[Client]:
+async def _served(address: str, words: Tokenizer, **settings: Any) -> AsyncIterator[Client]:
     link = EngineLink(address)
     receiving = asyncio.create_task(link.receive())
     link.send(FrontReady())
     while link.info is None:
         await asyncio.sleep(0.005)
-    app = create_app(link, words, ServerSettings(model_names=("tiny",)))
+    app = create_app(link, words, ServerSettings(model_names=("tiny",), **settings))
     async with Client(transport=httpx.ASGITransport(app), base_url="http://server", timeout=60) as made:
         yield made
         deadline = time.monotonic() + 5
@@ -138,6 +139,12 @@ async def test_b14_an_unfinished_character_of_the_prompt_stays_out_of_the_answer
             texts, _, _ = await stream(client, **wish)
             assert texts == {0: whole["text"]}
             assert len(whole["logprobs"]["tokens"]) == max_tokens
+    # The answer would complete the prompt's character, were it not a text of its own.
+    wish = {"prompt": pepper[:-1], "max_tokens": 2, "temperature": 0, "logit_bias": {str(pepper[-1]): 100}}
+    expected = words.backend.decode([pepper[-1]] * 2)
+    assert "\ufffd" in expected
+    assert (await complete(client, **wish))["choices"][0]["text"] == expected
+    assert (await stream(client, **wish))[0] == {0: expected}
 
 
 async def test_b30_token_ids_outside_the_vocabulary_harm_nobody(client: Client) -> None:
@@ -198,10 +205,14 @@ async def test_b34_numbers_out_of_range_leave_the_engine_well(client: Client) ->
         *(("top_p", "1.01"), ("min_p", "2"), ("repetition_penalty", "0"), ("seed", str(2**70))),
         ("stop", json.dumps(["x"] * 10_000)),
     ]
+    tracemalloc.start()
     for field, value in cases:
         content = f'{{"prompt": [1], "{field}": {value}}}'
         answer = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), content
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 << 20, "nothing is made of what is refused"
     chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
     for number in (21, 10**9):
         answer = await client.post("/v1/chat/completions", json=chat | {"top_logprobs": number})
@@ -209,6 +220,21 @@ async def test_b34_numbers_out_of_range_leave_the_engine_well(client: Client) ->
     plain = await complete(client, prompt=[1], temperature=1, seed=5)
     for off in (0, -1, VOCAB + 1):
         assert (await complete(client, prompt=[1], temperature=1, seed=5, top_k=off))["choices"] == plain["choices"]
+
+
+async def test_b58_ten_thousand_that_wait(address: str, words: Tokenizer) -> None:
+    """One more is told to come back; those past their time are told so, and leave nothing (the end of _served)."""
+    async with _served(address, words, max_queue=10_000, request_timeout=5) as client:
+        body = {"prompt": [[1, 2]] * 1000, "max_tokens": 200, "ignore_eos": True}
+        crowd = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(10)]
+        while "paceline_accepted_answers 10000.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.01)
+        one = await client.post("/v1/completions", json={"prompt": [1]})
+        assert (one.status_code, one.json()["error"]["code"]) == (429, "queue_full")
+        assert int(one.headers["retry-after"]) >= 1
+        ends = [(answer.status_code, answer.json()["error"]["code"]) for answer in await asyncio.gather(*crowd)]
+        assert ends == [(504, "request_timeout")] * 10
+        assert (await complete(client, prompt=[1], max_tokens=3))["usage"]["completion_tokens"] == 3
 
 
 async def test_b39_penalties_over_http_are_those_of_the_definition(client: Client, folder: Path) -> None:

@@ -21,6 +21,7 @@ HELLO = [{"role": "user", "content": "a secret question"}]
 ROUTES = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/v1/models"),
@@ -51,6 +52,11 @@ async def test_no_route_is_open_without_a_key(serve: Any, method: str, path: str
         for header in (f"Bearer {KEY}", f"bearer {KEY}", "Bearer sk-other"):
             answer = await client.request(method, f"http://server{path}", headers={"authorization": header})
             assert answer.status_code != 401
+
+
+async def test_these_are_all_routes(served: Any) -> None:
+    listed = {path for _, path in ROUTES} | {"/health", "/ready", "/v1/models/{name}"}
+    assert served.app.openapi()["paths"].keys() <= listed
 
 
 async def test_whoever_watches_the_process_needs_no_key(serve: Any) -> None:

@@ -122,6 +122,25 @@ async def test_a_request_is_a_span_with_its_phases(serve: Any, collector: Collec
     assert b"secret" not in b"".join(collector.bodies)
 
 
+async def test_a_span_names_the_model_as_its_client_did(serve: Any, collector: Collector) -> None:
+    served = serve(otlp_endpoint=collector.url)
+    async with served.app.router.lifespan_context(served.app), served.http() as client:
+        for path, body in (
+            ("/v1/chat/completions", {"messages": HELLO}),
+            ("/v1/completions", {"prompt": "hi"}),
+            ("/v1/responses", {"input": "hi"}),
+        ):
+            for model in ("alias", "smol", "secret"):
+                await client.post(path, json=body | {"model": model})
+        await client.post("/v1/completions", json={"prompt": "hi", "model": "alias", "top_p": 2})
+    spans = [span for span in collector.spans() if span.name not in ("queue", "prefill", "decode")]
+    names = [*["alias", "smol", "smol"] * 3, "alias"]
+    assert [span.name.split()[1] for span in spans] == names
+    assert [attributes(span)["gen_ai.request.model"] for span in spans] == names
+    assert {attributes(span)["gen_ai.response.model"] for span in spans} == {"smol"}
+    assert b"secret" not in b"".join(collector.bodies)
+
+
 async def test_errors_and_the_clients_wish_not_to_be_traced(
     serve: Any, collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:

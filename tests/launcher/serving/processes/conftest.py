@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -111,9 +112,11 @@ class Server:
         return answer.status_code, [json.loads(event) for event in events]
 
 
-@pytest.fixture
-def serve(tiny: Callable[..., Any]) -> Iterator[Callable[..., Server]]:
-    """serve(*arguments, tp=…): a server of a tiny model on a free port; what is left of it is killed in the end."""
+Serve = Callable[..., Server]
+
+
+@contextlib.contextmanager
+def _serving(tiny: Callable[..., Any]) -> Iterator[Serve]:
     servers: list[Server] = []
 
     def start(*arguments: str, tp: int = 1, model: str | None = None, port: str = "0") -> Server:
@@ -124,3 +127,17 @@ def serve(tiny: Callable[..., Any]) -> Iterator[Callable[..., Server]]:
     yield start
     for server in servers:
         server.kill()
+
+
+@pytest.fixture
+def serve(tiny: Callable[..., Any]) -> Iterator[Serve]:
+    """serve(*arguments, tp=…): a server of a tiny model on a free port; what is left of it is killed in the end."""
+    with _serving(tiny) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def serve_all(tiny: Callable[..., Any]) -> Iterator[Serve]:
+    """The same, for servers that the tests of a file share."""
+    with _serving(tiny) as start:
+        yield start

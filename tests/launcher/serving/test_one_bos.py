@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken
@@ -16,6 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.launcher.default_model import default_model_path
 from paceline.launcher.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.anyio
 
 BOS = "<|begin_of_text|>"
 TEMPLATE = (
@@ -50,6 +53,27 @@ def test_b17_one_bos(llama3: Tokenizer) -> None:
     assert llama3.encode(rendered) == llama3.encode_chat(HI)
     forged = llama3.encode_chat([{"role": "user", "content": BOS}])
     assert forged.count(bos) == 1
+
+
+@pytest.mark.parametrize("has_bos", [True, False])
+async def test_b17_the_engine_gets_what_usage_counts(
+    serve: Any, tokenizer: Tokenizer, llama3: Tokenizer, has_bos: bool
+) -> None:
+    """A chat, a plain prompt, and a rendered conversation as a plain prompt."""
+    served = serve(with_tokenizer=llama3 if has_bos else tokenizer)
+    rendered = served.tokenizer.render_chat(HI)
+    asked = [("chat/completions", {"messages": HI}), ("completions", {"prompt": "hi"})]
+    async with served.http() as client:
+        for path, body in [*asked, ("completions", {"prompt": rendered})]:
+            answer = await client.post(f"/v1/{path}", json=body | {"max_tokens": 1})
+            token_ids = served.engine.submitted[-1][1]
+            assert answer.json()["usage"]["prompt_tokens"] == len(token_ids)
+            if has_bos:
+                assert [place for place, token in enumerate(token_ids) if token == llama3.backend.bos_token_id] == [0]
+    if has_bos:
+        assert served.engine.submitted[0][1] == served.engine.submitted[2][1]
+    else:
+        assert served.tokenizer.backend.decode(served.engine.submitted[1][1]) == "hi"
 
 
 def test_b17_none_where_the_model_has_none() -> None:
