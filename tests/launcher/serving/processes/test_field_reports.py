@@ -16,6 +16,8 @@ import pytest
 PROMPT = [1, 2, 3]
 VOCAB = 256
 NUM_BLOCKS = 2000
+WISH = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "logprobs": 0}
+"""Without log-probabilities a model without a tokenizer has nothing to say in most chunks."""
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +43,9 @@ def numbers(server: Any) -> dict[str, float]:
 
 
 def test_b30_token_ids_outside_the_vocabulary_harm_nobody_at_two_ranks(server: Any) -> None:
-    expected = server.complete(max_tokens=400, ignore_eos=True)["choices"]
+    expected = server.complete(max_tokens=200, ignore_eos=True)["choices"]
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(server.complete, max_tokens=400, ignore_eos=True) for _ in range(2)]
+        running = [pool.submit(server.complete, max_tokens=200, ignore_eos=True) for _ in range(2)]
         server.wait_running()
         for prompt, place in (
             ([1, 999_999_999], "prompt[1]"),
@@ -71,7 +73,7 @@ class Visitor:
     @classmethod
     async def come(cls, server: Any, *, stream: bool) -> Visitor:
         self = cls(*await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
-        body = json.dumps({"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": stream}).encode()
+        body = json.dumps(WISH | {"stream": stream}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
         self.writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + body)
         return self
