@@ -15,10 +15,11 @@ import zmq
 
 from paceline.coordinator.block_manager import SHARED
 from paceline.coordinator.errors import EngineError, InputError
+from paceline.coordinator.events import RequestEvent
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.llm import LLM
 from paceline.launcher.serving.children import Endpoint
-from paceline.launcher.serving.engine_api import EngineApi, TokenNews
+from paceline.launcher.serving.engine_api import EngineApi
 from paceline.launcher.serving.engine_link import EngineLink
 from paceline.launcher.serving.engine_loop import EngineLoop
 from paceline.launcher.serving.messages import FrontReady
@@ -83,7 +84,7 @@ def drive(llm: LLM, scenario: Callable[[EngineLink], Coroutine[Any, Any, Any]]) 
         return asyncio.run(run(address))
 
 
-async def read(news: AsyncIterator[TokenNews]) -> list[TokenNews]:
+async def read(news: AsyncIterator[RequestEvent]) -> list[RequestEvent]:
     return [each async for each in news]
 
 
@@ -97,7 +98,7 @@ def test_answers_are_those_of_the_engine_itself(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=20, **rules[index % 3]) for index in range(12)]
     expected = llm.generate(prompts, params)
 
-    async def scenario(link: EngineLink) -> list[list[TokenNews]]:
+    async def scenario(link: EngineLink) -> list[list[RequestEvent]]:
         requests = (link.submit(f"r{i}", prompts[i], params[i]) for i in range(12))
         return await asyncio.gather(*(read(request) for request in requests))
 
@@ -110,7 +111,7 @@ def test_answers_are_those_of_the_engine_itself(llm: LLM) -> None:
             assert [value for value, _ in got] == pytest.approx([entry.chosen for entry in choice.logprobs], abs=1e-4)
         assert [each.finish_reason for each in news] == [None] * (len(news) - 1) + [choice.finish_reason]
         last = news[-1]
-        assert last.prompt_tokens == len(prompt)
+        assert last.num_prompt_tokens == len(prompt)
         assert last.stop_token == (choice.token_ids[-1] if choice.finish_reason == "stop" else None)
         assert last.timings is not None
         assert last.timings.arrived <= (last.timings.first_token or 0) <= last.timings.finished
@@ -210,7 +211,7 @@ def test_who_reads_slowly_gets_more_at_once(llm: LLM) -> None:
 
 
 def test_abort_ends_the_iterator(llm: LLM) -> None:
-    async def scenario(link: EngineLink) -> list[TokenNews]:
+    async def scenario(link: EngineLink) -> list[RequestEvent]:
         news = link.submit("aborted", [1, 2, 3], LONG)
         first = await anext(news)
         link.abort("aborted")
