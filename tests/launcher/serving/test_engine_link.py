@@ -19,10 +19,10 @@ from paceline.coordinator.events import RequestEvent
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.llm import LLM
 from paceline.launcher.serving.children import Endpoint
-from paceline.launcher.serving.engine_api import EngineApi
+from paceline.launcher.serving.engine_api import EngineApi, EngineInfo
 from paceline.launcher.serving.engine_link import EngineLink
 from paceline.launcher.serving.engine_loop import EngineLoop
-from paceline.launcher.serving.messages import FrontReady
+from paceline.launcher.serving.messages import EngineReady, FrontReady, News, Submit, decode, encode
 
 NUM_BLOCKS = 64
 BLOCK_SIZE = 8
@@ -208,6 +208,55 @@ def test_who_reads_slowly_gets_more_at_once(llm: LLM) -> None:
         assert [t for each in at_once for t in each.token_ids] == [t for each in got for t in each.token_ids]
 
     drive(llm, scenario)
+
+
+def test_a_first_token_waits_for_no_whole_step() -> None:
+    """A hundred streams and a newcomer have news in the same message: the newcomer, last in it, reads first."""
+    info = EngineInfo(256, 512, 64, 8, (2,), 1, ("stub",))
+
+    async def scenario(engine: zmq.Socket[bytes], address: str) -> list[str]:
+        read: list[str] = []
+
+        async def client(link: EngineLink, name: str) -> None:
+            async for _ in link.submit(name, [1, 2, 3], LONG):
+                read.append(name)
+
+        async def submitted() -> str:
+            while not engine.poll(0):
+                await asyncio.sleep(0.001)
+            message = decode(engine.recv())
+            assert isinstance(message, Submit)
+            return message.request_id
+
+        async def all_read(count: int) -> None:
+            while len(read) < count:
+                await asyncio.sleep(0.001)
+
+        link = EngineLink(address)
+        receiving = asyncio.create_task(link.receive())
+        engine.send(encode(EngineReady(info)))
+        while link.info is None:
+            await asyncio.sleep(0.001)
+        clients = [asyncio.create_task(client(link, f"old{number}")) for number in range(100)]
+        keys = [await submitted() for _ in clients]
+        engine.send(encode(News([RequestEvent(key, [7], (), 3, 0) for key in keys])))
+        await all_read(100)
+        clients.append(asyncio.create_task(client(link, "new")))
+        keys.append(await submitted())
+        engine.send(encode(News([RequestEvent(key, [7], (), 3, 0) for key in keys])))
+        await all_read(201)
+        for task in (*clients, receiving):
+            task.cancel()
+        await asyncio.gather(*clients, receiving, return_exceptions=True)
+        link.close()
+        return read[100:]
+
+    with Endpoint() as endpoint, zmq.Context() as context, context.socket(zmq.DEALER) as engine:
+        engine.linger = 0
+        engine.bind(endpoint.address)
+        order = asyncio.run(asyncio.wait_for(scenario(engine, endpoint.address), 30))
+    assert order[0] == "new"
+    assert order[1:] == [f"old{number}" for number in range(100)]
 
 
 def test_abort_ends_the_iterator(llm: LLM) -> None:
