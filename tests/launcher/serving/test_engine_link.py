@@ -218,8 +218,8 @@ def test_a_first_token_waits_for_no_whole_step() -> None:
         read: list[str] = []
 
         async def client(link: EngineLink, name: str) -> None:
-            async for _ in link.submit(name, [1, 2, 3], LONG):
-                read.append(name)
+            async for event in link.submit(name, [1, 2, 3], LONG):
+                read.extend([name] * len(event.token_ids))
 
         async def submitted() -> str:
             while not engine.poll(0):
