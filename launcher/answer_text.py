@@ -41,7 +41,7 @@ class AnswerText:
 
     def feed(self, token_ids: Sequence[int], *, last: bool, stop_token: int | None) -> str:
         """New text of these further tokens; `last`: no more come, stop_token: the id that ended the answer."""
-        if self._detokenizer is None or self.stop_text is not None:
+        if self._detokenizer is None or self._stop_strings.matched is not None:
             return ""
         self._num_tokens += len(token_ids)
         if self.stop_token(stop_token) is not None and not self._params.include_stop_str_in_output:
@@ -51,6 +51,6 @@ class AnswerText:
             text += self._detokenizer.finish()
         if self._num_tokens > self._params.min_tokens:
             text = self._stop_strings.feed(text)
-        if last and self.stop_text is None:
+        if last and self._stop_strings.matched is None:
             text += self._stop_strings.finish()
         return text

@@ -18,16 +18,13 @@ class AnswerReader:
         self._num_tokens = 0
         self._last_reasoning_token = 0
         """How many tokens there were when what came next could still be reasoning."""
+        self.ended = False
+        """Whether the answer is over for another reason than the engine's: a stop text, or its one call."""
 
     @property
     def stop_text(self) -> str | None:
         """The stop text that was met."""
         return self._text.stop_text
-
-    @property
-    def ended(self) -> bool:
-        """Whether the answer is over for another reason than the engine's: a stop text, or its one call."""
-        return self.stop_text is not None or (self._parser is not None and self._parser.done)
 
     @property
     def num_calls(self) -> int:
@@ -43,10 +40,12 @@ class AnswerReader:
         """The caller's own stop text or stop token id that ended the answer."""
         return self.stop_text or self._text.stop_token(stop_token)
 
-    def feed(self, token_ids: Sequence[int], *, last: bool, stop_token: int | None) -> tuple[str, list[Part]]:
+    def feed(self, token_ids: Sequence[int], *, last: bool, stop_token: int | None) -> tuple[str, Sequence[Part]]:
         """What is new with these tokens: text where there is no parser, or else parts."""
         if self._parser is None:
-            return self._text.feed(token_ids, last=last, stop_token=stop_token), []
+            text = self._text.feed(token_ids, last=last, stop_token=stop_token)
+            self.ended = self._text.stop_text is not None
+            return text, ()
         parts: list[Part] = []
         rest = list(token_ids)
         # One by one, since it is counted which of them were reasoning.
@@ -64,4 +63,5 @@ class AnswerReader:
         parts = parser.feed(self._text.feed(token_ids, last=last, stop_token=stop_token))
         if last or self.stop_text is not None:
             parts += parser.finish()
+        self.ended = self.stop_text is not None or parser.done
         return parts

@@ -8,19 +8,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any
 
 from paceline.coordinator.errors import EngineError
-from paceline.coordinator.events import RequestTimings
+from paceline.coordinator.events import RequestEvent, RequestTimings
 from paceline.coordinator.messages import TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.choices import choice_seed
 from paceline.launcher.dialects.parts import Part
 from paceline.launcher.serving.answer_reader import AnswerReader
-from paceline.launcher.serving.engine_api import EngineApi, TokenNews
+from paceline.launcher.serving.engine_api import EngineApi
 from paceline.launcher.serving.errors import ApiError
 from paceline.launcher.serving.metrics import ServerMetrics
 from paceline.launcher.serving.prompts import Prompt
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Piece:
     """What is new of one choice."""
 
@@ -138,7 +138,9 @@ class Answers:
     async def _answer(self, index: int, show: Show) -> None:
         prompt, choice = divmod(index, self.params.n)
         request_id = f"{self.answer_id}-{index}"
-        single = dataclasses.replace(self.params, n=1, seed=choice_seed(self.params.seed, choice))
+        single = self.params
+        if single.n > 1:  # a copy is checked anew, field by field
+            single = dataclasses.replace(single, n=1, seed=choice_seed(single.seed, choice))
         all_news = self._engine.submit(
             request_id,
             self._prompts[prompt].token_ids,
@@ -173,7 +175,7 @@ class Answers:
                 self._engine.abort(request_id)
             await _close(all_news)
 
-    def _piece(self, index: int, reader: AnswerReader, news: TokenNews, request_id: str) -> Piece | None:
+    def _piece(self, index: int, reader: AnswerReader, news: RequestEvent, request_id: str) -> Piece | None:
         """The news as text; None between an early end and the engine's word that the answer has ended there."""
         reason = news.finish_reason
         if reader.ended:
@@ -209,6 +211,6 @@ def _ending(reader: AnswerReader, reason: str) -> str:
     return "tool_calls" if reason == "stop" and reader.num_calls else reason
 
 
-async def _close(news: AsyncIterator[TokenNews]) -> None:
+async def _close(news: AsyncIterator[RequestEvent]) -> None:
     if isinstance(news, AsyncGenerator):
         await news.aclose()

@@ -81,7 +81,8 @@ class ChatShape:
         content, reasoning, calls = said_in(choice)
         message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
         message["refusal"] = None
-        message.update(_reasoning(reasoning))
+        if reasoning:
+            message |= _reasoning(reasoning)
         if calls:
             message["tool_calls"] = [_call(call) for call in calls.values()]
         return {
@@ -98,7 +99,8 @@ class ChatShape:
         delta: dict[str, Any] = {"role": "assistant", "content": content} if first else {}
         if content:
             delta["content"] = content
-        delta.update(_reasoning(reasoning))
+        if reasoning:
+            delta |= _reasoning(reasoning)
         if calls:
             delta["tool_calls"] = [{"index": index, **_call(call)} for index, call in calls.items()]
         choice = {
@@ -171,4 +173,4 @@ def _call(call: SaidCall) -> dict[str, Any]:
 
 def _reasoning(text: str) -> dict[str, str]:
     """Under both names that clients read: vLLM's of today, and the one that it and DeepSeek had before."""
-    return {"reasoning": text, "reasoning_content": text} if text else {}
+    return {"reasoning": text, "reasoning_content": text}

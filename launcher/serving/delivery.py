@@ -16,6 +16,10 @@ from paceline.launcher.serving.record import RequestRecord
 
 Work = Callable[["Outbox"], Coroutine[Any, Any, None]]
 
+BODY_SEND = "body_send"
+"""The key of a request's state that has the server's own send. A response has to begin through all the layers between,
+but nothing of its body concerns them, and each would cost a coroutine a token."""
+
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -26,8 +30,10 @@ _EVENT_HEADERS = [
 class Outbox:
     """One response: either one JSON object, or events."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, send_body: Send) -> None:
+        """send: for how the response begins; send_body: for what comes then."""
         self._send = send
+        self._send_body = send_body
         self._beginning = asyncio.Lock()
         """Choices that run side by side write to the same response; one of them begins it."""
         self._begun = False
@@ -38,20 +44,20 @@ class Outbox:
 
     async def whole(self, content: object) -> None:
         """Send the one object."""
-        body = _json(content)
+        body = as_json(content)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         self.started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        await self._send_body({"type": "http.response.body", "body": body})
 
     async def event(self, content: object, kind: str | None = None) -> None:
         """Send one event; the first one begins the response, so that what fails before it has a status of its own."""
         name = b"" if kind is None else b"event: %b\n" % kind.encode()
-        await self._write(b"%bdata: %b\n\n" % (name, _json(content)), more=True)
+        await self.write(b"%bdata: %b\n\n" % (name, as_json(content)))
 
     async def end(self, *, mark: bool = True) -> None:
         """End a stream; mark: with the event that says so."""
-        await self._write(b"data: [DONE]\n\n" if mark else b"", more=False)
+        await self.write(b"data: [DONE]\n\n" if mark else b"", more=False)
 
     async def fail(self, error: ApiError) -> None:
         """End a stream that has begun with an error."""
@@ -61,17 +67,18 @@ class Outbox:
             await self.event(error.body())
             await self.end()
 
-    async def _write(self, data: bytes, *, more: bool) -> None:
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Send what is an event already; more: the stream goes on."""
         if not self._begun:
             async with self._beginning:
                 if not self.started:
                     self.started = True
                     await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
                     self._begun = True
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self._send_body({"type": "http.response.body", "body": data, "more_body": more})
 
 
-def _json(content: object) -> bytes:
+def as_json(content: object) -> bytes:
     """Compact UTF-8; pydantic's encoder takes a quarter of the time that Python's does."""
     return to_json(content, inf_nan_mode="null")
 
@@ -91,7 +98,7 @@ class Delivery(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. Raises ApiError or ClientGone where it has not begun; later errors become events."""
-        outbox = Outbox(send)
+        outbox = Outbox(send, scope["state"][BODY_SEND])
         try:
             await self._unless_gone(receive, self._within_time(outbox))
         except ClientGone:

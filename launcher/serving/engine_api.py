@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.coordinator.events import CoordinatorStats, RequestTimings
-from paceline.coordinator.messages import TokenLogprobs
+from paceline.coordinator.events import CoordinatorStats, RequestEvent
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.coordinator.view import EngineView
 
@@ -25,27 +24,6 @@ class EngineInfo:
     tensor_parallel_size: int
     devices: tuple[str, ...]
     """What each rank runs on."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenNews:
-    """What is new of one request: further tokens, its end, or both."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs]
-    prompt_tokens: int
-    cached_tokens: int
-    """Prompt tokens that were found in the prefix cache."""
-    finish_reason: str | None = None
-    """stop, length, abort or error with the last news."""
-    stop_token: int | None = None
-    """The token id that ended the answer, where one did."""
-    timings: RequestTimings | None = None
-    """With the last news."""
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """Of all tokens of the prompt but the first, with the first news, where they were asked for."""
-    error: str = ""
-    """What went wrong, where finish_reason is error."""
 
 
 class EngineApi(Protocol):
@@ -67,8 +45,10 @@ class EngineApi(Protocol):
         *,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> AsyncIterator[TokenNews]:
-        """Run one request for one answer (params.n is 1); its news end with the one that has a finish_reason.
+    ) -> AsyncIterator[RequestEvent]:
+        """Run one request for one answer (params.n is 1); its events end with the one that has a finish_reason.
+
+        What has come since the last event is one event; its request_id is the engine's own.
 
         Raises InputError with the first step of the iterator where the request can never run, EngineError where the
         engine is gone. Closing the iterator early aborts the request.

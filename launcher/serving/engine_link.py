@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from paceline.coordinator.errors import EngineError, InputError
 from paceline.coordinator.events import CoordinatorStats, RequestEvent
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.coordinator.view import EngineView
-from paceline.launcher.serving.engine_api import EngineInfo, TokenNews
+from paceline.launcher.serving.engine_api import EngineInfo
 from paceline.launcher.serving.messages import (
     Abort,
     AskStats,
@@ -39,32 +40,46 @@ LAST_WORDS_SECONDS = 2
 MESSAGES_AT_ONCE = 64
 """Messages taken before others have a turn: who is behind the engine must not keep its clients waiting to catch up."""
 
-_Mail = RequestEvent | InputError | EngineError
+READERS_AT_ONCE = 32
+"""Requests whose news are read before others have a turn: about half a millisecond, so that a new client is not kept
+waiting until all streams have their token."""
 
 
 class _Mailbox:
-    """What has come for one request and was not read yet. One reader, which is woken once for all there is."""
+    """What has come for one request and was not read yet. One reader."""
 
-    __slots__ = ("_mail", "_waiting")
+    __slots__ = ("_events", "_waiting", "error", "is_due", "was_read")
 
     def __init__(self) -> None:
-        self._mail: list[_Mail] = []
+        self._events: list[RequestEvent] = []
         self._waiting: asyncio.Future[None] | None = None
+        self.error: InputError | EngineError | None = None
+        """How the request has ended; raised once the news before it are read."""
+        self.is_due = False
+        """Whether its reader is about to be woken."""
+        self.was_read = False
 
-    def put(self, mail: _Mail) -> None:
-        """Leave something."""
-        self._mail.append(mail)
+    def put(self, event: RequestEvent) -> None:
+        """Leave news."""
+        self._events.append(event)
+
+    def wake(self) -> None:
+        """Have the reader go on, if it waits."""
+        self.is_due = False
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    async def take(self) -> list[_Mail]:
-        """Everything that is there, once there is something."""
-        while not self._mail:
+    async def take(self) -> RequestEvent:
+        """All news that are there, as one, once there are some. Raises the error, once there are none before it."""
+        while not self._events:
+            if self.error is not None:
+                raise self.error
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         self._waiting = None
-        mail, self._mail = self._mail, []
-        return mail
+        self.was_read = True
+        events, self._events = self._events, []
+        return events[0] if len(events) == 1 else _joined(events)
 
 
 class EngineLink:
@@ -86,6 +101,8 @@ class EngineLink:
         """What the engine knows a running request by: never used twice, since its news may come after its end."""
         self._mailboxes: dict[str, _Mailbox] = {}
         """By key."""
+        self._due: deque[_Mailbox] = deque()
+        """Those whose readers are about to be woken."""
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self.farewell: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -111,7 +128,7 @@ class EngineLink:
         *,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> AsyncIterator[TokenNews]:
+    ) -> AsyncIterator[RequestEvent]:
         """Run one request; see EngineApi. It is sent with the first step of the iterator.
 
         Raises InputError where it can never run, EngineError where the engine is gone or not ready yet.
@@ -127,14 +144,11 @@ class EngineLink:
         try:
             self._send_bytes(message)
             while running:
-                events, error = _sorted(await mailbox.take())
-                running = error is None and events[-1].finish_reason is None
-                if events:
-                    yield _news(events)
-                if error is not None:
-                    raise error
+                event = await mailbox.take()
+                running = event.finish_reason is None
+                yield event
         finally:
-            if running:
+            if running and mailbox.error is None:
                 self.abort(request_id)
             del self._keys[request_id], self._mailboxes[key]
 
@@ -174,7 +188,8 @@ class EngineLink:
             return
         self._failure = reason
         for mailbox in self._mailboxes.values():
-            mailbox.put(EngineError(reason))
+            mailbox.error = EngineError(reason)
+            self._wake(mailbox)
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(EngineError(reason))
@@ -216,10 +231,11 @@ class EngineLink:
     def _take(self, message: Message) -> None:
         match message:
             case News():
-                for event in message.events:
-                    self._deliver(event.request_id, event)
+                self._deliver(message.events)
             case Refused():
-                self._deliver(message.request_id, InputError(message.error))
+                if (mailbox := self._mailboxes.get(message.request_id)) is not None:
+                    mailbox.error = InputError(message.error)
+                    self._wake(mailbox)
             case Stats():
                 self._answer(message.number, message.stats)
             case View():
@@ -241,34 +257,39 @@ class EngineLink:
         if answer is not None and not answer.done():
             answer.set_result(content)
 
-    def _deliver(self, key: str, mail: _Mail) -> None:
-        """Leave news with a request; of one whose iterator was closed a few may still be on their way."""
-        mailbox = self._mailboxes.get(key)
-        if mailbox is not None:
-            mailbox.put(mail)
+    def _deliver(self, events: Sequence[RequestEvent]) -> None:
+        """Leave news with their requests; of one whose iterator was closed a few may still be on their way."""
+        mailboxes = self._mailboxes
+        for event in events:
+            mailbox = mailboxes.get(event.request_id)
+            if mailbox is not None:
+                mailbox.put(event)
+                if not mailbox.is_due:
+                    self._wake(mailbox)
+
+    def _wake(self, mailbox: _Mailbox) -> None:
+        """Have its reader woken soon: a client's first token goes before the next ones of others."""
+        mailbox.is_due = True
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._wake_readers)
+        if mailbox.was_read:
+            self._due.append(mailbox)
+        else:
+            self._due.appendleft(mailbox)
+
+    def _wake_readers(self) -> None:
+        """Wake a few, and the others after all else that is to be done now, sockets included."""
+        for _ in range(min(READERS_AT_ONCE, len(self._due))):
+            self._due.popleft().wake()
+        if self._due:
+            asyncio.get_running_loop().call_soon(self._wake_readers)
 
 
-def _sorted(mail: list[_Mail]) -> tuple[list[RequestEvent], InputError | EngineError | None]:
-    """The events, and the first error there is, after which nothing counts."""
-    events = [each for each in mail if isinstance(each, RequestEvent)]
-    return events, next((each for each in mail if not isinstance(each, RequestEvent)), None)
-
-
-def _news(events: list[RequestEvent]) -> TokenNews:
+def _joined(events: list[RequestEvent]) -> RequestEvent:
     """Events of one request in one piece: who falls behind the engine catches up by more tokens at once."""
-    last = events[-1]
-    token_ids, logprobs = last.token_ids, last.logprobs
-    if len(events) > 1:
-        token_ids = [token for each in events for token in each.token_ids]
-        logprobs = [entry for each in events for entry in each.logprobs]
-    return TokenNews(
-        token_ids,
-        logprobs,
-        last.num_prompt_tokens,
-        last.cached_tokens,
-        last.finish_reason,
-        last.stop_token,
-        last.timings,
-        events[0].prompt_logprobs,
-        last.error,
+    return dataclasses.replace(
+        events[-1],
+        token_ids=[token for each in events for token in each.token_ids],
+        logprobs=[entry for each in events for entry in each.logprobs],
+        prompt_logprobs=events[0].prompt_logprobs,
     )

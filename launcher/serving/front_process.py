@@ -30,6 +30,9 @@ from paceline.launcher.serving.messages import FrontFailed, FrontReady
 from paceline.launcher.serving.settings import ServerSettings
 from paceline.launcher.tokenizer import Tokenizer
 
+GARBAGE_THRESHOLD = 50_000
+"""Objects made and not given back before Python looks for cycles among them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FrontSettings:
@@ -79,6 +82,8 @@ async def serve(settings: FrontSettings) -> int:
         # What was loaded stays: garbage collection need not look through it again, which would stop all streams.
         gc.collect()
         gc.freeze()
+        # A step's news of a thousand streams are that many objects and more, which are gone without it.
+        gc.set_threshold(GARBAGE_THRESHOLD)
         config = uvicorn.Config(
             app,
             log_config=None,

@@ -254,13 +254,14 @@ def _logprob_fields(logprobs: TokenLogprobs) -> tuple[float, list[int], list[flo
 
 
 def _event_fields(event: RequestEvent) -> tuple[object, ...]:
+    """Nearly all events are tokens and nothing else: of those, what else there may be is left out."""
+    plain = event.request_id, event.token_ids, event.num_prompt_tokens, event.cached_tokens
+    if event.finish_reason is None and not event.logprobs and not event.prompt_logprobs:
+        return plain
     timings = event.timings
     return (
-        event.request_id,
-        event.token_ids,
+        *plain,
         [_logprob_fields(each) for each in event.logprobs] if event.logprobs else (),
-        event.num_prompt_tokens,
-        event.cached_tokens,
         event.finish_reason,
         event.stop_token,
         timings and (timings.arrived, timings.first_scheduled, timings.first_token, timings.finished),
@@ -270,8 +271,10 @@ def _event_fields(event: RequestEvent) -> tuple[object, ...]:
 
 
 def _event(fields: Sequence[Any]) -> RequestEvent:
-    request_id, token_ids, logprobs, num_prompt_tokens, cached_tokens, finish_reason, stop_token, *rest = fields
-    timings, prompt_logprobs, error = rest
+    request_id, token_ids, num_prompt_tokens, cached_tokens, *rest = fields
+    if not rest:
+        return RequestEvent(request_id, token_ids, (), num_prompt_tokens, cached_tokens)
+    logprobs, finish_reason, stop_token, timings, prompt_logprobs, error = rest
     return RequestEvent(
         request_id,
         token_ids,

@@ -21,14 +21,14 @@ from tokenizers import AddedToken
 
 from paceline.coordinator.block_manager import CACHED, FREE, BlockUsage
 from paceline.coordinator.errors import EngineError
-from paceline.coordinator.events import CoordinatorStats, RankState, RequestTimings
+from paceline.coordinator.events import CoordinatorStats, RankState, RequestEvent, RequestTimings
 from paceline.coordinator.messages import TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.coordinator.step_times import StepTimes
 from paceline.coordinator.view import EngineView, RequestLine, StepLine
 from paceline.launcher.default_model import default_model_path
 from paceline.launcher.serving.app import create_app
-from paceline.launcher.serving.engine_api import EngineInfo, TokenNews
+from paceline.launcher.serving.engine_api import EngineInfo
 from paceline.launcher.serving.settings import ServerSettings
 from paceline.launcher.tokenizer import Tokenizer
 
@@ -74,7 +74,7 @@ class EchoEngine:
         *,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> AsyncIterator[TokenNews]:
+    ) -> AsyncIterator[RequestEvent]:
         assert params.n == 1
         assert request_id not in self.running
         self.submitted.append((request_id, prompt_token_ids, params, priority, cache_salt))
@@ -84,7 +84,7 @@ class EchoEngine:
 
     async def _answer(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams
-    ) -> AsyncGenerator[TokenNews, None]:
+    ) -> AsyncGenerator[RequestEvent, None]:
         assert self.info is not None
         script = list(self.script if self.script is not None else prompt)
         start = (params.seed or 0) % len(script)
@@ -102,7 +102,9 @@ class EchoEngine:
                 if self.failure is not None:
                     raise EngineError(self.failure)
                 if request_id not in self.running:
-                    yield TokenNews((), (), len(prompt), cached, "abort", None, RequestTimings(0.0, 0.01, 0.02, 1.0))
+                    yield RequestEvent(
+                        request_id, (), (), len(prompt), cached, "abort", None, RequestTimings(0.0, 0.01, 0.02, 1.0)
+                    )
                     return
                 ids = said[place : place + self.tokens_at_once]
                 place += len(ids)
@@ -119,12 +121,12 @@ class EchoEngine:
                     del self.running[request_id]
                 scores = prompt[1:] if params.prompt_logprobs is not None and place <= self.tokens_at_once else ()
                 scored = [self._logprobs(token, params.prompt_logprobs or 0) for token in scores]
-                yield TokenNews(ids, logprobs, len(prompt), cached, reason, stop, timings, scored)
+                yield RequestEvent(request_id, ids, logprobs, len(prompt), cached, reason, stop, timings, scored)
                 if reason is not None:
                     return
                 if params.grammar is not None and self.grammar_error is not None:
                     del self.running[request_id]
-                    yield TokenNews((), (), len(prompt), cached, "error", error=self.grammar_error)
+                    yield RequestEvent(request_id, (), (), len(prompt), cached, "error", error=self.grammar_error)
                     return
         finally:
             self.abort(request_id)

@@ -15,13 +15,14 @@ import zmq
 
 from paceline.coordinator.block_manager import SHARED
 from paceline.coordinator.errors import EngineError, InputError
+from paceline.coordinator.events import RequestEvent
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.llm import LLM
 from paceline.launcher.serving.children import Endpoint
-from paceline.launcher.serving.engine_api import EngineApi, TokenNews
+from paceline.launcher.serving.engine_api import EngineApi, EngineInfo
 from paceline.launcher.serving.engine_link import EngineLink
 from paceline.launcher.serving.engine_loop import EngineLoop
-from paceline.launcher.serving.messages import FrontReady
+from paceline.launcher.serving.messages import EngineReady, FrontReady, News, Submit, decode, encode
 
 NUM_BLOCKS = 64
 BLOCK_SIZE = 8
@@ -83,7 +84,7 @@ def drive(llm: LLM, scenario: Callable[[EngineLink], Coroutine[Any, Any, Any]]) 
         return asyncio.run(run(address))
 
 
-async def read(news: AsyncIterator[TokenNews]) -> list[TokenNews]:
+async def read(news: AsyncIterator[RequestEvent]) -> list[RequestEvent]:
     return [each async for each in news]
 
 
@@ -97,7 +98,7 @@ def test_answers_are_those_of_the_engine_itself(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=20, **rules[index % 3]) for index in range(12)]
     expected = llm.generate(prompts, params)
 
-    async def scenario(link: EngineLink) -> list[list[TokenNews]]:
+    async def scenario(link: EngineLink) -> list[list[RequestEvent]]:
         requests = (link.submit(f"r{i}", prompts[i], params[i]) for i in range(12))
         return await asyncio.gather(*(read(request) for request in requests))
 
@@ -110,7 +111,7 @@ def test_answers_are_those_of_the_engine_itself(llm: LLM) -> None:
             assert [value for value, _ in got] == pytest.approx([entry.chosen for entry in choice.logprobs], abs=1e-4)
         assert [each.finish_reason for each in news] == [None] * (len(news) - 1) + [choice.finish_reason]
         last = news[-1]
-        assert last.prompt_tokens == len(prompt)
+        assert last.num_prompt_tokens == len(prompt)
         assert last.stop_token == (choice.token_ids[-1] if choice.finish_reason == "stop" else None)
         assert last.timings is not None
         assert last.timings.arrived <= (last.timings.first_token or 0) <= last.timings.finished
@@ -209,8 +210,57 @@ def test_who_reads_slowly_gets_more_at_once(llm: LLM) -> None:
     drive(llm, scenario)
 
 
+def test_a_first_token_waits_for_no_whole_step() -> None:
+    """A hundred streams and a newcomer have news in the same message: the newcomer, last in it, reads first."""
+    info = EngineInfo(256, 512, 64, 8, (2,), 1, ("stub",))
+
+    async def scenario(engine: zmq.Socket[bytes], address: str) -> list[str]:
+        read: list[str] = []
+
+        async def client(link: EngineLink, name: str) -> None:
+            async for event in link.submit(name, [1, 2, 3], LONG):
+                read.extend([name] * len(event.token_ids))
+
+        async def submitted() -> str:
+            while not engine.poll(0):
+                await asyncio.sleep(0.001)
+            message = decode(engine.recv())
+            assert isinstance(message, Submit)
+            return message.request_id
+
+        async def all_read(count: int) -> None:
+            while len(read) < count:
+                await asyncio.sleep(0.001)
+
+        link = EngineLink(address)
+        receiving = asyncio.create_task(link.receive())
+        engine.send(encode(EngineReady(info)))
+        while link.info is None:
+            await asyncio.sleep(0.001)
+        clients = [asyncio.create_task(client(link, f"old{number}")) for number in range(100)]
+        keys = [await submitted() for _ in clients]
+        engine.send(encode(News([RequestEvent(key, [7], (), 3, 0) for key in keys])))
+        await all_read(100)
+        clients.append(asyncio.create_task(client(link, "new")))
+        keys.append(await submitted())
+        engine.send(encode(News([RequestEvent(key, [7], (), 3, 0) for key in keys])))
+        await all_read(201)
+        for task in (*clients, receiving):
+            task.cancel()
+        await asyncio.gather(*clients, receiving, return_exceptions=True)
+        link.close()
+        return read[100:]
+
+    with Endpoint() as endpoint, zmq.Context() as context, context.socket(zmq.DEALER) as engine:
+        engine.linger = 0
+        engine.bind(endpoint.address)
+        order = asyncio.run(asyncio.wait_for(scenario(engine, endpoint.address), 30))
+    assert order[0] == "new"
+    assert order[1:] == [f"old{number}" for number in range(100)]
+
+
 def test_abort_ends_the_iterator(llm: LLM) -> None:
-    async def scenario(link: EngineLink) -> list[TokenNews]:
+    async def scenario(link: EngineLink) -> list[RequestEvent]:
         news = link.submit("aborted", [1, 2, 3], LONG)
         first = await anext(news)
         link.abort("aborted")
