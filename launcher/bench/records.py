@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from typing import Any
 
 from paceline.launcher.bench.plan import PlannedRequest
-from paceline.launcher.clients.events import DONE, EventParser
+from paceline.launcher.clients.events import DONE, EventParser, event_object
 
 NO_END = "stream ended early"
 _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")
@@ -49,11 +48,8 @@ class RequestRecord:
         if data == DONE:
             self.done = True
             return
-        try:
-            event = json.loads(data)
-        except ValueError:
-            event = None
-        if not isinstance(event, dict):
+        event = event_object(data)
+        if event is None:
             self.error = self.error or "an event is no JSON object"
             return
         error = event.get("error")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.coordinator.errors import InputError
-from paceline.launcher.clients.events import DONE, EventParser
+from paceline.launcher.clients.events import DONE, EventParser, event_object
 from paceline.launcher.clients.http import HttpClient, Response, TransportError
 from paceline.launcher.clients.server import refusal, unreachable
 
@@ -153,11 +153,8 @@ class _Answer:
         if data == DONE:
             self.done = True
             return
-        try:
-            event = json.loads(data)
-        except ValueError:
-            event = None
-        if not isinstance(event, dict):
+        event = event_object(data)
+        if event is None:
             self.error = "the answer's stream cannot be read"
             return
         if error := event.get("error"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 DONE = b"[DONE]"
 """The event that ends a stream."""
@@ -24,3 +26,12 @@ class EventParser:
         for line in lines:
             if line.startswith(b"data:"):
                 self._on_event(line[5:].strip())
+
+
+def event_object(data: bytes) -> dict[str, Any] | None:
+    """The JSON object that an event holds; None where it holds none."""
+    try:
+        event = json.loads(data)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None

@@ -54,6 +54,7 @@ class Gate:
         self._app = app
         self._hosts = frozenset(settings.allowed_hosts)
         self._page_paths = page_paths
+        self._open_paths = OPEN_PATHS | page_paths
         self._body_limit = settings.body_limit
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
         self._log_prompts = settings.log_prompts
@@ -111,7 +112,7 @@ class Gate:
             )
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        if not self._keys or scope["path"] in OPEN_PATHS | self._page_paths or scope["method"] == "OPTIONS":
+        if not self._keys or scope["path"] in self._open_paths or scope["method"] == "OPTIONS":
             return
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         digest = hashlib.sha256(given.strip()).digest()
