@@ -185,6 +185,9 @@ class Scheduler:
             self.prompt_tokens += request.prompt_len
             self.cached_prompt_tokens += request.num_computed
         insort(self.running, request, key=_rank)
+        sampling = request.sampling
+        if sampling.prompt_logprobs >= 0 and not request.is_scored:  # its prompt was scored before it lost its slot
+            sampling = replace(sampling, prompt_logprobs=-1)
         draft.admissions.append(
             Admission(
                 slot=request.slot,
@@ -192,7 +195,7 @@ class Scheduler:
                 prompt_len=request.prompt_len,
                 num_computed=request.num_computed,
                 block_ids=tuple(request.table.block_ids),
-                sampling=request.sampling if request.is_scored else replace(request.sampling, prompt_logprobs=-1),
+                sampling=sampling,
             )
         )
         self._add_prompt_row(request, request.num_pending, draft)
