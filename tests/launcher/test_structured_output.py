@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from paceline import LLM, SamplingParams
+from paceline import LLM, SamplingParams, structured_output
 from paceline.coordinator.constraints import GrammarError
 from paceline.coordinator.errors import InputError
 from paceline.launcher.grammars import MAX_REMEMBERED, TokenizerGrammars
@@ -225,6 +225,13 @@ def test_random_weights_at_a_high_temperature_still_give_valid_json(llm: LLM) ->
             assert answer.token_ids[-1] in llm.engine.end_ids
             jsonschema_rs.validate(schema, json.loads(answer.text))
     assert finished > 30
+
+
+def test_the_package_has_the_grammars_by_name(llm: LLM) -> None:
+    """As the README shows it."""
+    city = structured_output.choice(["Paris", "Rome"])
+    answer = llm.generate("Which?", SamplingParams(grammar=city, temperature=0), use_tqdm=False)[0].outputs[0]
+    assert answer.text in ("Paris", "Rome")
 
 
 def test_an_answer_by_a_grammar_meets_every_other_rule(llm: LLM) -> None:
