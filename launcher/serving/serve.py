@@ -25,6 +25,7 @@ from paceline.launcher.dialects.dialect import REASONING_PARSERS, TOOL_PARSERS
 from paceline.launcher.json_log import log_as_json, log_event
 from paceline.launcher.options import add_engine_options, engine_settings
 from paceline.launcher.serving.children import DRAIN_SECONDS, Child, Endpoint, die_with_parent, give_drain_receipt
+from paceline.launcher.termination import ending_in_order
 
 if TYPE_CHECKING:
     from paceline.launcher.serving.engine_loop import EngineLoop
@@ -148,6 +149,7 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
             raise InputError(f"--otlp-endpoint needs {error.name}; install paceline[trace]") from error
     folder = resolve_checkpoint(arguments.model)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(ending_in_order())  # until the supervisor looks after signals
         listener = stack.enter_context(listen(arguments.host, arguments.port, arguments.uds))
         if arguments.uds is not None:
             stack.callback(arguments.uds.unlink, missing_ok=True)

@@ -11,6 +11,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,20 @@ def test_b58_two_thousand_clients_at_once_and_few_places(serve: Callable[..., An
     server.process.send_signal(signal.SIGTERM)
     assert server.end() == (0, "")
     assert [line["event"] for line in server.log].count("request") == 2001
+
+
+def test_a_server_that_is_ended_while_it_loads_leaves_nothing_behind(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        server = serve()
+        while not list(Path(folder).glob("paceline-*")):
+            assert server.process.poll() is None
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end()[0] == 128 + signal.SIGTERM
+        assert list(Path(folder).glob("paceline-*")) == []
 
 
 def test_ctrl_c_ends_an_idle_server(serve: Callable[..., Any]) -> None:
