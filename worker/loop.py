@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.coordinator.channel import StepChannelReader
 from paceline.coordinator.errors import EngineError
 from paceline.coordinator.messages import Shutdown
+from paceline.model.errors import CollectiveError
 from paceline.worker.memory import MemoryGauge, memory_in_use
 from paceline.worker.ranks import RankGroup, describe
 from paceline.worker.worker import Worker
@@ -17,8 +18,9 @@ FAREWELL_SECONDS = 5.0
 def follow(worker: Worker, reader: StepChannelReader, ranks: RankGroup) -> str:
     """Execute plans in order until the coordinator says Shutdown; returns the error that it ended with, if any.
 
-    An error of this rank is reported to the coordinator, which names it, and raised here. Raises EngineError where the
-    coordinator is gone.
+    An error of this rank is reported to the coordinator, which names it, and raised here, unless it is a collective
+    that failed: then another rank is gone, of which there is more to tell. Raises EngineError where the coordinator is
+    gone.
     """
     memory = MemoryGauge(lambda: memory_in_use(ranks.device))
     try:
@@ -35,9 +37,12 @@ def follow(worker: Worker, reader: StepChannelReader, ranks: RankGroup) -> str:
     except Exception as error:
         last = _shutdown_that_came(reader)
         if last is None:
-            reader.report_error(describe(error))
+            words = str(error) if isinstance(error, CollectiveError) else describe(error)
+            reader.report_error(words)
             ranks.abandon()
             reader.await_writer_end(FAREWELL_SECONDS)
+            if isinstance(error, CollectiveError):
+                return words
             raise
         message = last  # rank 0 left in the middle of this step, which is what broke it here
     if message.error:
