@@ -26,6 +26,7 @@ from paceline.launcher.serving.admission import Admission
 from paceline.launcher.serving.app import create_app
 from paceline.launcher.serving.children import read_settings, wait_for_parent_end
 from paceline.launcher.serving.engine_link import LAST_WORDS_SECONDS, EngineLink
+from paceline.launcher.serving.http_protocol import HttpProtocol
 from paceline.launcher.serving.messages import FrontCut, FrontFailed, FrontReady
 from paceline.launcher.serving.settings import ServerSettings
 from paceline.launcher.tokenizer import Tokenizer
@@ -86,6 +87,7 @@ async def serve(settings: FrontSettings) -> int:
         gc.set_threshold(GARBAGE_THRESHOLD)
         config = uvicorn.Config(
             app,
+            http=HttpProtocol,
             log_config=None,
             access_log=False,
             ws="none",
