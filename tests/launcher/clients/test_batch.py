@@ -194,6 +194,16 @@ def test_a_server_that_is_gone_ends_the_run_and_leaves_no_results(
     assert files.output.read_bytes() == b""
 
 
+def test_a_server_without_tls_is_not_asked_again(
+    stub: Any, files: Files, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_module, "_MOST_TRIES", 10**9)
+    files.write(line("a"))
+    status, output = batch("--url", stub.url.replace("http://", "https://"))
+    assert (status, output.count("\n")) == (1, 1)
+    assert "does it serve plain HTTP?" in output
+
+
 def test_a_file_that_is_no_output_is_left_alone(files: Files, batch: Batch) -> None:
     files.write(line("a"))
     for content, words in (("precious notes\n", "line 1 is no result"), ("precious", "line 1 is no result")):
