@@ -11,6 +11,8 @@ from paceline.worker.ranks import RankGroup, describe
 from paceline.worker.worker import Worker
 
 WAIT_SECONDS = 1.0
+OTHERS_FIRST_SECONDS = 0.5
+"""How long a rank whose collective failed keeps that to itself: what broke it is to be told."""
 FAREWELL_SECONDS = 5.0
 """After an error rank 0 ends first, within this time: torchrun ends all ranks once one exits, and rank 0 says why."""
 
@@ -37,17 +39,25 @@ def follow(worker: Worker, reader: StepChannelReader, ranks: RankGroup) -> str:
     except Exception as error:
         last = _shutdown_that_came(reader)
         if last is None:
-            words = str(error) if isinstance(error, CollectiveError) else describe(error)
-            reader.report_error(words)
+            if isinstance(error, CollectiveError):
+                return _leave_after(error, reader, ranks)
+            reader.report_error(describe(error))
             ranks.abandon()
             reader.await_writer_end(FAREWELL_SECONDS)
-            if isinstance(error, CollectiveError):
-                return words
             raise
         message = last  # rank 0 left in the middle of this step, which is what broke it here
     if message.error:
         reader.await_writer_end(FAREWELL_SECONDS)
     return message.error
+
+
+def _leave_after(error: CollectiveError, reader: StepChannelReader, ranks: RankGroup) -> str:
+    """Leave in a step that another rank broke; the coordinator hears of it where it has not found that one by then."""
+    ranks.abandon()
+    reader.await_writer_end(OTHERS_FIRST_SECONDS)
+    reader.report_error(str(error))
+    reader.await_writer_end(FAREWELL_SECONDS)
+    return str(error)
 
 
 def _shutdown_that_came(reader: StepChannelReader) -> Shutdown | None:

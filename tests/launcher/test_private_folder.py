@@ -7,6 +7,8 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,11 +27,12 @@ input()
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where temporary folders are made."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    return tmp_path
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a socket's path may have no more than 107 characters
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        yield Path(folder)
 
 
 def hold() -> tuple[subprocess.Popen[str], Path]:
