@@ -15,7 +15,7 @@ class HttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """uvicorn's hook; the connection ends with it, since nobody knows where the next request begins."""
         error = bad_request(
-            "this is no HTTP/1.1 that can be read; is the URL longer than 65,535?", None, "invalid_http"
+            "this is no HTTP/1.1 that can be read; is its URL longer than 65,535 bytes?", None, "invalid_http"
         )
         content = json.dumps(error.body()).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"
