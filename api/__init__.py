@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.coordinator.sampling_params import SamplingParams
+    from paceline.launcher import structured_output
     from paceline.launcher.llm import LLM, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__", "structured_output"]
 
 _HOMES = {
     "LLM": "paceline.launcher.llm",
     "RequestOutput": "paceline.launcher.llm",
     "SamplingParams": "paceline.coordinator.sampling_params",
+    "structured_output": "paceline.launcher.structured_output",
 }
+"""The module that each name is in, or is."""
 
 
 def __getattr__(name: str) -> Any:
@@ -29,7 +32,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(_HOMES[name]), name)
+    module = import_module(_HOMES[name])
+    value = module if _HOMES[name].endswith(f".{name}") else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -76,7 +76,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     grammar: str | None = None
-    """What the answer must follow, as a grammar in llguidance's own notation (Lark's dialect, or its JSON form)."""
+    """What the answer must follow, as a grammar in llguidance's own notation (Lark's dialect, or its JSON form).
+
+    paceline.structured_output makes them of JSON schemas, regular expressions, choices and grammars.
+    """
 
     def __post_init__(self) -> None:
         for name, bounds in _INTEGERS.items():

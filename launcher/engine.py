@@ -27,6 +27,7 @@ from paceline.launcher.checkpoint_source import resolve_checkpoint
 from paceline.launcher.choices import choice_seed
 from paceline.launcher.executor import RankExecutor
 from paceline.launcher.grammars import TokenizerGrammars
+from paceline.launcher.termination import exit_on_signal
 from paceline.launcher.tokenizer import Tokenizer
 from paceline.worker.loop import follow
 from paceline.worker.memory import RankMemory
@@ -258,16 +259,17 @@ def _explain_termination(executor: RankExecutor) -> Callable[[], object]:
     torchrun sends SIGTERM to the other ranks within a tenth of a second of a death, and the step that the dead rank
     breaks may not have failed here by then. A handler of the program's own is left alone. The result undoes this.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before not in (signal.SIG_DFL, exit_on_signal):
         return lambda: None
 
     def on_terminate(number: int, frame: FrameType | None) -> None:
         executor.check_ranks()
-        raise SystemExit(128 + number)
+        exit_on_signal(number, frame)
 
     def restore() -> None:
         if signal.getsignal(signal.SIGTERM) is on_terminate:  # who has set another since wants to keep it
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, before)
 
     signal.signal(signal.SIGTERM, on_terminate)
     return restore

@@ -70,8 +70,9 @@ def choice(texts: Sequence[str]) -> str:
     for text in texts:
         if not _text(text, "a choice"):
             raise InputError("a choice must not be empty")
-    # Lark's texts are written as JSON's.
-    return llguidance.grammar_from("lark", "start: " + " | ".join(map(json.dumps, dict.fromkeys(texts))))
+    # Lark's texts are written as JSON's. As one terminal (in capitals) they are one automaton; as alternatives of a
+    # rule each would be a way to go on, of which llguidance follows 2,000.
+    return llguidance.grammar_from("lark", "start: TEXT\nTEXT: " + " | ".join(map(json.dumps, dict.fromkeys(texts))))
 
 
 def context_free(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ class Tokenizer:
 
             try:
                 self.backend = AutoTokenizer.from_pretrained(
-                    folder, local_files_only=True, clean_up_tokenization_spaces=False
+                    folder,
+                    local_files_only=True,
+                    clean_up_tokenization_spaces=False,
+                    model_max_length=sys.maxsize,  # how long prompts may be is said by the engine, in words of its own
                 )
             except (ValueError, OSError, KeyError) as error:
                 raise InputError(f"the tokenizer in {folder} cannot be read: {error}") from error

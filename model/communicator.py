@@ -6,6 +6,7 @@ torch.distributed (NCCL or gloo), and as threads of one process that stand for r
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+
+from paceline.model.errors import CollectiveError
 
 T = TypeVar("T")
 
@@ -56,7 +59,8 @@ class SingleRank:
 class ProcessGroupCommunicator:
     """Ranks are processes of a torch.distributed group.
 
-    A fake tensor, which stands for a shape while kernels are compiled, is not exchanged.
+    A fake tensor, which stands for a shape while kernels are compiled, is not exchanged. A collective that fails is a
+    CollectiveError.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -66,12 +70,12 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, FakeTensor):
-            dist.all_reduce(tensor, group=self._group)
+            _run(dist.all_reduce, tensor, group=self._group)
         return tensor
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, FakeTensor):
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+            _run(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=self._group)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -79,7 +83,7 @@ class ProcessGroupCommunicator:
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
         if not isinstance(tensor, FakeTensor):
-            _all_gather_single(gathered.view(-1), tensor.view(-1), group=self._group)
+            _run(_all_gather_single, gathered.view(-1), tensor.view(-1), group=self._group)
         return gathered.movedim(0, -2).reshape(*tensor.shape[:-1], -1)
 
     def close(self) -> None:
@@ -89,6 +93,15 @@ class ProcessGroupCommunicator:
         it half torn down and abort.
         """
         self._group = None
+
+
+def _run(collective: Callable[..., object], *arguments: object, **options: object) -> None:
+    try:
+        collective(*arguments, **options)
+    except RuntimeError as error:
+        # Of "[…/pair.cc:537] Read error …: Connection reset by peer. This is typically caused by …" what has happened.
+        words = re.sub(r"^\[[^\]]*\]\s*", "", " ".join(str(error).split())).partition(". ")[0]
+        raise CollectiveError(f"a collective with the other ranks failed ({words})") from error
 
 
 class _ThreadRank:

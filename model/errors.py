@@ -11,5 +11,9 @@ class CheckpointError(ValueError):
     """Weight files that are damaged, or that do not hold what the config says."""
 
 
+class CollectiveError(RuntimeError):
+    """A collective that failed here, most often since another rank is gone."""
+
+
 class LoadingStopped(Exception):
     """This rank stopped loading because of a fault that another met, and that the other one tells."""

@@ -113,7 +113,8 @@ def test_importing_the_coordinator_loads_no_framework() -> None:
 
 
 def test_importing_paceline_loads_no_framework() -> None:
-    code = "import sys, paceline; paceline.SamplingParams; dir(paceline); print({'torch', 'numpy'} & set(sys.modules))"
+    names = "paceline.SamplingParams; paceline.structured_output.json_object(); dir(paceline)"
+    code = f"import sys, paceline; {names}; print({{'torch', 'numpy'}} & set(sys.modules))"
     assert run_python(code) == "set()\n"
 
 

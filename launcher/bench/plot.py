@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.coordinator.errors import InputError
 from paceline.launcher.bench.records import RequestRecord
-from paceline.launcher.bench.statistics import latencies, percentile, token_gaps
+from paceline.launcher.bench.statistics import latencies, percentile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,15 +34,14 @@ def draw(title: str, records: Sequence[RequestRecord], slo: Mapping[str, float],
     """Cumulative distributions of TTFT, ITL and E2E with their limits, and tokens and running requests over time."""
     from matplotlib.figure import Figure
 
-    whole = [(record, values) for record in records if (values := latencies(record)) is not None]
-    gaps = [gap for record, _ in whole for gap in token_gaps(record.times, record.token_counts())]
+    whole = [values for record in records if (values := latencies(record)) is not None]
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     figure.suptitle(title, fontsize=11, color=_INK, x=0.01, ha="left")
     panels = figure.subplot_mosaic([["ttft", "itl", "e2e"], ["time", "time", "time"]], height_ratios=[1, 0.9])
     curves = {
-        "ttft": ("time to first token", [values.ttft for _, values in whole]),
-        "itl": ("time between tokens", gaps),
-        "e2e": ("whole answer", [values.e2e for _, values in whole]),
+        "ttft": ("time to first token", [values.ttft for values in whole]),
+        "itl": ("time between tokens", [gap for values in whole for gap in values.gaps]),
+        "e2e": ("whole answer", [values.e2e for values in whole]),
     }
     for key, (name, seconds) in curves.items():
         _draw_distribution(panels[key], name, seconds, slo.get(key))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.launcher.bench.records import RequestRecord
-from paceline.launcher.bench.statistics import PERCENTILES, Distribution, Figures
+from paceline.launcher.bench.statistics import PERCENTILES, Figures, Summary
 
 LATE_SECONDS = 0.05
 """A client whose sends are later than this (the 99th percentile) has not made the load that was asked for."""
@@ -137,5 +137,5 @@ def _row(record: RequestRecord) -> list[Any]:
     return [*rounded, record.prompt_tokens, record.cached_tokens, record.tokens, record.error]
 
 
-def _milliseconds(values: Distribution) -> list[float]:
+def _milliseconds(values: Summary) -> list[float]:
     return [(value or 0.0) * 1000 for value in (values.mean, *values.percentiles.values(), values.max)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from paceline.coordinator.checks import check_integer, check_number
-from paceline.coordinator.errors import InputError
+from paceline.coordinator.errors import EngineError, InputError
 from paceline.launcher.bench.plan import Lengths, PlannedRequest, poisson_arrivals, random_requests, trace_requests
 from paceline.launcher.bench.statistics import SLO_NAMES, summarise
 from paceline.launcher.clients.address import api_key, parse_url
@@ -102,7 +102,8 @@ def slo(text: str) -> tuple[str, float]:
 def run(arguments: argparse.Namespace) -> None:
     """Load the server, and print what was measured, after Ctrl-C too.
 
-    Raises InputError or EngineError where the load cannot be begun, SystemExit (130) after Ctrl-C.
+    Raises InputError or EngineError where the load cannot be begun, EngineError where a request failed, and SystemExit
+    (130) after Ctrl-C.
     """
     _check(arguments)
     try:
@@ -140,6 +141,11 @@ def run(arguments: argparse.Namespace) -> None:
     _publish(arguments, report, load)
     if interrupted:
         raise SystemExit(EXIT_INTERRUPTED)
+    errors = [record.error for record in load.records if record.error is not None]
+    if errors:
+        raise EngineError(
+            f"{len(errors)} of {report.figures.sent} requests failed, the first of them with: {errors[0]}"
+        )
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ SLO_NAMES = ("ttft", "itl", "e2e")
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
+class Summary:
     """Some values, in seconds; all None where there are none."""
 
     count: int
@@ -35,13 +35,13 @@ def percentile(ordered: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def distribution(values: Sequence[float]) -> Distribution:
+def summary(values: Sequence[float]) -> Summary:
     """Of values in any order."""
     if not values:
-        return Distribution(0)
+        return Summary(0)
     ordered = sorted(values)
     mean = sum(ordered) / len(ordered)
-    return Distribution(len(ordered), mean, {q: percentile(ordered, q) for q in PERCENTILES}, ordered[-1])
+    return Summary(len(ordered), mean, {q: percentile(ordered, q) for q in PERCENTILES}, ordered[-1])
 
 
 def token_gaps(times: Sequence[float], counts: Sequence[int]) -> list[float]:
@@ -71,6 +71,8 @@ class Latencies:
     itl: float
     """Mean time between tokens; 0 for an answer of one token."""
     e2e: float
+    gaps: Sequence[float]
+    """Seconds between one token and the next, as token_gaps has them."""
 
 
 def latencies(record: RequestRecord) -> Latencies | None:
@@ -79,7 +81,7 @@ def latencies(record: RequestRecord) -> Latencies | None:
         return None
     gaps = token_gaps(record.times, record.token_counts())
     mean = sum(gaps) / len(gaps) if gaps else 0.0
-    return Latencies(record.first - record.sent, mean, record.ended - record.sent)
+    return Latencies(record.first - record.sent, mean, record.ended - record.sent, gaps)
 
 
 def meets(values: Latencies, slo: Mapping[str, float]) -> bool:
@@ -98,10 +100,10 @@ class Figures:
     errors: Mapping[str, int]
     unfinished: int
     """Sent, and neither answered nor failed when the run was ended."""
-    ttft: Distribution
-    itl: Distribution
-    e2e: Distribution
-    late: Distribution
+    ttft: Summary
+    itl: Summary
+    e2e: Summary
+    late: Summary
     """How long after their time requests were sent: the client's own doing."""
     prompt_tokens: int
     output_tokens: int
@@ -147,7 +149,6 @@ def summarise(records: Sequence[RequestRecord], slo: Mapping[str, float], *, ope
     told = [record for record in sent if record.prompt_tokens is not None]
     prompt_tokens = sum(record.prompt_tokens or 0 for record in told)
     cached = [record.cached_tokens for record in told if record.cached_tokens is not None]
-    gaps = [gap for record, _ in whole for gap in token_gaps(record.times, record.token_counts())]
     return Figures(
         seconds=max((max(record.ended or 0.0, *record.times[-1:], 0.0) for record in sent), default=0.0),
         planned=len(records),
@@ -155,10 +156,10 @@ def summarise(records: Sequence[RequestRecord], slo: Mapping[str, float], *, ope
         answered=len(whole),
         errors=dict(Counter(record.error for record in sent if record.error is not None).most_common()),
         unfinished=sum(record.ended is None for record in sent),
-        ttft=distribution([values.ttft for _, values in whole]),
-        itl=distribution(gaps),
-        e2e=distribution([values.e2e for _, values in whole]),
-        late=distribution([(record.sent or 0.0) - record.plan.due for record in sent] if open_loop else []),
+        ttft=summary([values.ttft for _, values in whole]),
+        itl=summary([gap for _, values in whole for gap in values.gaps]),
+        e2e=summary([values.e2e for _, values in whole]),
+        late=summary([(record.sent or 0.0) - record.plan.due for record in sent] if open_loop else []),
         prompt_tokens=prompt_tokens,
         output_tokens=sum(record.tokens for record in sent),
         cached_share=sum(cached) / prompt_tokens if cached and prompt_tokens else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,7 +153,8 @@ class Batch:
             except TransportError as error:
                 if self._target.local is not None:
                     raise self._target.local.failure() from error
-                if attempt == _MOST_TRIES:
+                # Who speaks no TLS, or has a certificate that is not trusted, would be no better next time.
+                if attempt == _MOST_TRIES or isinstance(error.__cause__, ssl.SSLError):
                     raise unreachable(error, client.address) from error
             else:
                 if response.status == 401:

@@ -18,13 +18,17 @@ import httptools
 
 from paceline.launcher.clients.address import Address
 
+_WRONG_HOST = (62, 64)
+"""Of OpenSSL's verify codes: the certificate is for another name, or for another address (x509_vfy.h)."""
+
 
 class TransportError(Exception):
     """No whole answer came; `kind` says in a few words why, the same words for the same cause."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, advice: str = "is a server running there?") -> None:
         super().__init__(kind)
         self.kind = kind
+        self.advice = advice
 
 
 @dataclass(slots=True)
@@ -69,6 +73,11 @@ class _Connection(asyncio.Protocol):
         self.closed = False
         self.answering = False
         """Whether any byte of the running exchange's answer has come."""
+
+    @property
+    def has_status(self) -> bool:
+        """Whether the running exchange's answer has begun as HTTP."""
+        return self._response.status != 0
 
     async def exchange(self, request: bytes, on_body: Callable[[bytes], None] | None) -> Response:
         """Send a request and read its answer. Raises TransportError."""
@@ -177,9 +186,13 @@ class HttpClient:
                 connection = await self._connect()
             try:
                 response = await connection.exchange(request, on_body)
-            except TransportError:
+            except TransportError as error:
                 if reused and not connection.answering:
                     continue  # the server had closed it for being idle
+                if not (connection.has_status or self.address.tls or self.address.unix_socket):
+                    error.advice = (
+                        "is a server running there, and one without TLS? With it the URL begins with https://"
+                    )
                 raise
             if not connection.closed:
                 self._idle.append(connection)
@@ -201,9 +214,13 @@ class HttpClient:
             else:
                 _, connection = await loop.create_connection(_Connection, address.host, address.port, ssl=self._tls)
         except ssl.SSLCertVerificationError as error:
-            raise TransportError(f"certificate not trusted ({error.verify_message})") from error
+            advice = "SSL_CERT_FILE can name a file of CA certificates to trust"
+            if error.verify_code in _WRONG_HOST:
+                advice = "the URL must have a name that is in it"
+            raise TransportError(f"certificate not trusted: {error.verify_message}", advice) from error
         except ssl.SSLError as error:
-            raise TransportError(f"no TLS ({error.reason or 'unknown reason'})") from error
+            words = f"no TLS: {error.reason or 'unknown reason'}"
+            raise TransportError(words, "does it serve plain HTTP? Then the URL begins with http://") from error
         except ConnectionRefusedError as error:
             raise TransportError("connection refused") from error
         except OSError as error:

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.launcher.clients.address import Address
+from paceline.launcher.private_folder import PrivateFolder
 from paceline.launcher.serving.children import die_with_parent
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -37,7 +35,7 @@ class LocalServer:
     def __init__(self, arguments: Sequence[str]) -> None:
         """arguments: those of `serve`, where it listens and how long it drains left out."""
         self._arguments = arguments
-        self._folder = ""
+        self._folder: PrivateFolder | None = None
         self._process: subprocess.Popen[str] | None = None
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         """What it said last on standard error."""
@@ -47,15 +45,17 @@ class LocalServer:
     @property
     def address(self) -> Address:
         """Where requests go."""
-        return Address("localhost", 80, False, unix_socket=f"{self._folder}/server")
+        if self._folder is None:
+            raise EngineError("the engine was not started")
+        return Address("localhost", 80, False, unix_socket=f"{self._folder.path}/server")
 
     def __enter__(self) -> LocalServer:
         """Start it, and wait until it takes requests; what it says meanwhile is passed on to standard error.
 
         Raises InputError or EngineError where it does not come up.
         """
-        self._folder = tempfile.mkdtemp(prefix="paceline-")  # mode 0700
-        where = ["--uds", f"{self._folder}/server", "--drain-timeout", "0"]
+        self._folder = PrivateFolder()
+        where = ["--uds", f"{self._folder.path}/server", "--drain-timeout", "0"]
         try:
             self._process = process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.launcher.start", "serve", *self._arguments, *where],
@@ -117,6 +117,13 @@ class LocalServer:
                     print(shown, file=sys.stderr, flush=True)
 
     def _end(self) -> None:
+        try:
+            self._end_process()
+        finally:
+            if self._folder is not None:
+                self._folder.remove()
+
+    def _end_process(self) -> None:
         process = self._process
         if process is not None:
             if process.poll() is None:
@@ -128,7 +135,6 @@ class LocalServer:
                 process.wait()
             if process.stdout is not None:
                 process.stdout.close()
-        shutil.rmtree(Path(self._folder), ignore_errors=True)
 
 
 def _for_a_person(line: str) -> str:

@@ -12,6 +12,7 @@ from paceline.coordinator.errors import InputError
 from paceline.launcher.clients.address import Address, api_key, parse_url
 from paceline.launcher.clients.local_server import LocalServer
 from paceline.launcher.options import ENGINE_OPTIONS, add_engine_options
+from paceline.launcher.termination import ending_in_order
 
 
 def add_server_options(parser: argparse.ArgumentParser, *, model_option: bool) -> None:
@@ -55,6 +56,7 @@ def backend(arguments: argparse.Namespace, *extra: str) -> Iterator[Backend]:
         raise InputError("--api-key is for the server of --url")
     model = [] if arguments.model is None else [arguments.model]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(ending_in_order())
         local = stack.enter_context(LocalServer([*model, *own, *extra]))
         yield Backend(local.address, None, local)
 

@@ -18,7 +18,7 @@ def refusal(response: Response, address: Address) -> InputError | EngineError:
 
 def unreachable(error: TransportError, address: Address) -> EngineError:
     """A connection that failed, as one line."""
-    return EngineError(f"{address} cannot be reached ({error.kind}); is a server running there?")
+    return EngineError(f"{address} cannot be reached ({error.kind}); {error.advice}")
 
 
 async def served_models(client: HttpClient) -> list[dict[str, object]]:

@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.launcher.dialects.dialect import Dialect
 from paceline.launcher.dialects.reasoning import CLOSING, OPENING
 from paceline.launcher.dialects.tool_formats import ToolFormat
 from paceline.launcher.structured_output import json_schema
 
 ANY_OBJECT = {"type": "object"}
 _TEXT = "TEXT: /(?s:.*)/"
+
+TokenIds = Mapping[str, int]
+"""The ids of those tags that are tokens of their own: a Dialect's."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +30,26 @@ class Function:
     """JSON schema of its arguments, of type object."""
 
 
-def calls_grammar(dialect: Dialect, functions: Sequence[Function], *, several: bool) -> str:
+def calls_grammar(tool_format: ToolFormat, token_ids: TokenIds, functions: Sequence[Function], *, several: bool) -> str:
     """Answers that are a call of one of these functions, or several, and nothing else."""
-    tool_format = _format_of(dialect)
     more = ' ("\\n" call)*' if several and tool_format.several else ""
-    return "\n".join([f"start: call{more}", _call_rule(dialect), *_function_rules(tool_format, functions)])
+    call = _call_rule(tool_format, token_ids)
+    return "\n".join([f"start: call{more}", call, *_function_rules(tool_format, functions)])
 
 
-def text_or_calls_grammar(dialect: Dialect, functions: Sequence[Function], *, several: bool) -> str:
+def text_or_calls_grammar(
+    tool_format: ToolFormat, token_ids: TokenIds, functions: Sequence[Function], *, several: bool
+) -> str:
     """Answers that are any text; but where a call begins it has to be one of these functions."""
-    tool_format = _format_of(dialect)
     functions_rules = _function_rules(tool_format, functions)
     if tool_format.bare:
         # What begins as a call does, without being one, is no text.
         text = 'TEXT: /(?s:.*)/ & ~/(?s:\\s*\\{\\s*"(name|type)".*)/'
-        tag = _tag(dialect, tool_format.opening)
+        tag = _tag(tool_format.opening, token_ids)
         return "\n".join(["start: call | TEXT", f"call: {tag}? function", text, *functions_rules])
-    opening, closing = _tag(dialect, tool_format.opening), _tag(dialect, tool_format.closing)
+    opening, closing = _tag(tool_format.opening, token_ids), _tag(tool_format.closing, token_ids)
     body = f'"\\n" function "\\n" {closing}'
-    if tool_format.opening in dialect.token_ids:
+    if tool_format.opening in token_ids:
         # A token of its own is not matched by text, so text ends where one is.
         rules = [f"call: TEXT {opening} {body}", "REST: TEXT", _TEXT]
     else:
@@ -64,16 +67,16 @@ def either_grammar(first: str, second: str) -> str:
     return _composed("start: @first | @second", {"first": first, "second": second})
 
 
-def after_reasoning_grammar(dialect: Dialect, answer: str, *, opened: bool) -> str:
+def after_reasoning_grammar(token_ids: TokenIds, answer: str, *, opened: bool) -> str:
     """Answers that may begin with reasoning, after which they follow a grammar.
 
     opened: the prompt has begun the reasoning, so that it has to be closed.
     """
-    if CLOSING in dialect.token_ids:
-        reasoning = f"reasoning: TEXT {_tag(dialect, CLOSING)}\n{_TEXT}"
+    if CLOSING in token_ids:
+        reasoning = f"reasoning: TEXT {_tag(CLOSING, token_ids)}\n{_TEXT}"
     else:
         reasoning = f"reasoning[suffix={json.dumps(CLOSING)}]: /(?s:.*)/"
-    begin = "reasoning gap" if opened else f"({_tag(dialect, OPENING)} reasoning gap)?"
+    begin = "reasoning gap" if opened else f"({_tag(OPENING, token_ids)} reasoning gap)?"
     return _composed(f"start: {begin} @answer\n{reasoning}\ngap: /\\n{{0,2}}/", {"answer": answer})
 
 
@@ -94,16 +97,11 @@ def _composed(main: str, named: Mapping[str, str]) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
-def _format_of(dialect: Dialect) -> ToolFormat:
-    assert dialect.tools is not None, "there are tools only where the model has a format for them"
-    return dialect.tools
-
-
-def _call_rule(dialect: Dialect) -> str:
-    tool_format = _format_of(dialect)
+def _call_rule(tool_format: ToolFormat, token_ids: TokenIds) -> str:
     if tool_format.bare:
         return "call: function"
-    return f'call: {_tag(dialect, tool_format.opening)} "\\n" function "\\n" {_tag(dialect, tool_format.closing)}'
+    opening, closing = _tag(tool_format.opening, token_ids), _tag(tool_format.closing, token_ids)
+    return f'call: {opening} "\\n" function "\\n" {closing}'
 
 
 def _function_rules(tool_format: ToolFormat, functions: Sequence[Function]) -> list[str]:
@@ -116,7 +114,7 @@ def _function_rules(tool_format: ToolFormat, functions: Sequence[Function]) -> l
     return rules
 
 
-def _tag(dialect: Dialect, tag: str) -> str:
+def _tag(tag: str, token_ids: TokenIds) -> str:
     """A tag as a rule holds it: by its token where it has one."""
-    token_id = dialect.token_ids.get(tag)
+    token_id = token_ids.get(tag)
     return json.dumps(tag) if token_id is None else f"<[{token_id}]>"

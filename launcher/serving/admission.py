@@ -43,10 +43,14 @@ class Admission:
         finally:
             self._work.discard(work)
 
-    def cut(self) -> None:
-        """Cancel all work that is still being done; whoever waits for it tells its client."""
+    def cut(self) -> int:
+        """Cancel all work that is still being done; whoever waits for it tells its client.
+
+        Returns how many accepted answers end so.
+        """
         for work in self._work:
             work.cancel()
+        return self.accepted
 
     @contextmanager
     def hold(self, answers: int, param: str) -> Iterator[None]:

@@ -15,7 +15,7 @@ from paceline.launcher.choices import choice_seed
 from paceline.launcher.dialects.parts import Part
 from paceline.launcher.serving.answer_reader import AnswerReader
 from paceline.launcher.serving.engine_api import EngineApi
-from paceline.launcher.serving.errors import ApiError
+from paceline.launcher.serving.errors import ApiError, bad_request
 from paceline.launcher.serving.metrics import ServerMetrics
 from paceline.launcher.serving.prompts import Prompt
 
@@ -59,7 +59,9 @@ class Answers:
         started: float,
         priority: int,
         cache_salt: str,
+        grammar_field: str | None,
     ) -> None:
+        """grammar_field: of the request, at fault where the answers' grammar cannot be followed."""
         self._engine = engine
         self._make_reader = make_reader
         self._readers: list[AnswerReader] = []
@@ -69,6 +71,7 @@ class Answers:
         self.answer_id = answer_id
         self._priority = priority
         self._cache_salt = cache_salt
+        self._grammar_field = grammar_field
         self._started = started
         self._cached = [0] * len(prompts)
         self.completion_tokens = 0
@@ -188,7 +191,8 @@ class Answers:
             else:
                 reason = "stop"
         elif reason == "error":
-            raise ApiError(400, f"the answer's grammar cannot be followed: {news.error}", code="grammar_error")
+            message = f"the answer's grammar cannot be followed: {news.error}"
+            raise bad_request(message, self._grammar_field, "grammar_error")
         elif reason is not None and reason not in ("stop", "length"):
             raise ApiError(503, "the server ended this request before it was finished", code="request_aborted")
         if reason is None:

@@ -76,7 +76,7 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
     # All other exceptions reach the gate by themselves.
     app.add_exception_handler(RequestValidationError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
-    paths = frozenset(app.openapi()["paths"])
+    paths = frozenset([*app.openapi()["paths"], "/openapi.json"])
     app.add_middleware(
         Gate, settings=settings, metrics=door.metrics, tracing=tracing, paths=paths, page_paths=page_paths
     )

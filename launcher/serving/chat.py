@@ -50,7 +50,7 @@ def chat_routes(door: Door) -> APIRouter:
                 answer_id = new_id("chatcmpl")
                 rules = held_to(params, use, prompt, door.dialect)
                 reader = reader_of(door.tokenizer, use, prompt, door.dialect)
-                answers = door.answers(body, [prompt], rules, reader, answer_id, record)
+                answers = door.answers(body, [prompt], rules, reader, answer_id, record, use)
                 shape = ChatShape(
                     door.token_texts, prompt, body.prompt_logprobs, with_logprobs=params.logprobs is not None
                 )

@@ -6,15 +6,15 @@ import ctypes
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, Any
+
+from paceline.launcher.private_folder import PrivateFolder
 
 DRAIN_SECONDS = 30.0
 """How long running requests may take once the server is told to end, unless told otherwise."""
@@ -65,12 +65,12 @@ class Endpoint:
     """A ZeroMQ address that only this user can reach: a socket in a folder of its own."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="paceline-")  # mode 0700
-        self.address = f"ipc://{self._folder}/engine"
+        self._folder = PrivateFolder()
+        self.address = f"ipc://{self._folder.path}/engine"
 
     def remove(self) -> None:
         """Take it out of the file system; who is connected stays so. May be called again."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def __enter__(self) -> Endpoint:
         return self

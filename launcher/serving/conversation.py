@@ -59,17 +59,17 @@ def held_to(params: SamplingParams, use: ToolUse | None, prompt: Prompt, dialect
     Raises ApiError (400) where it asks for a call and for text of a format.
     """
     grammar = params.grammar
-    calls = None if use is None else use.grammar(dialect)
+    calls = None if use is None else use.grammar(dialect.token_ids)
     if use is not None and use.required and grammar is not None:
         raise bad_request("tool_choice asks for a call, so that the answer can have no other format", "tool_choice")
     if grammar is None:
         grammar = calls
     elif use is not None:
-        grammar = either_grammar(dataclasses.replace(use, required=True).grammar(dialect) or "", grammar)
+        grammar = either_grammar(dataclasses.replace(use, required=True).grammar(dialect.token_ids) or "", grammar)
     if grammar is None:
         return params
     if dialect.reasons and not forbids_reasoning(prompt.ending):
-        grammar = after_reasoning_grammar(dialect, grammar, opened=opens_reasoning(prompt.ending))
+        grammar = after_reasoning_grammar(dialect.token_ids, grammar, opened=opens_reasoning(prompt.ending))
     try:
         return dataclasses.replace(params, grammar=grammar)
     except InputError as error:  # too long, with the schemas of all tools
@@ -81,8 +81,8 @@ def reader_of(tokenizer: Tokenizer, use: ToolUse | None, prompt: Prompt, dialect
     """How each answer to this prompt is read."""
     reasons = dialect.reasons and not forbids_reasoning(prompt.ending)
     tags: Sequence[str] = (OPENING, CLOSING) if reasons else ()
-    if use is not None and dialect.tools is not None:
-        tags = (*tags, dialect.tools.opening, dialect.tools.closing)
+    if use is not None:
+        tags = (*tags, use.tool_format.opening, use.tool_format.closing)
     shown_ids = frozenset(dialect.token_ids[tag] for tag in tags if tag in dialect.token_ids)
 
     def make(params: SamplingParams) -> AnswerReader:
@@ -91,8 +91,8 @@ def reader_of(tokenizer: Tokenizer, use: ToolUse | None, prompt: Prompt, dialect
             return AnswerReader(text)
         reasoning = ReasoningSplitter(opened=opens_reasoning(prompt.ending)) if reasons else None
         tools = None
-        if use is not None and dialect.tools is not None:
-            tools = ToolParser(dialect.tools, use.names, several=use.several)
+        if use is not None:
+            tools = ToolParser(use.tool_format, use.names, several=use.several)
         return AnswerReader(text, AnswerParser(reasoning, tools))
 
     return make

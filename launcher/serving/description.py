@@ -56,6 +56,8 @@ _SCHEMAS: dict[str, Any] = {
         "properties": {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
     },
 }
+_EVENT = {"type": "object", "required": ["data"], "properties": {"data": _TEXT, "event": _TEXT}}
+"""One of a stream, in the words that OpenAPI has for it since 3.2; readers of 3.1 pass them over."""
 _ANSWERS = {
     "/v1/chat/completions": "ChatCompletion",
     "/v1/completions": "TextCompletion",
@@ -96,7 +98,7 @@ def _describe_operation(path: str, method: str, operation: dict[str, Any], *, wi
             "description": "The answer: whole, or with stream as events of `data: ` and an object, the last [DONE]",
             "content": {
                 "application/json": {"schema": _reference(_ANSWERS[path])},
-                "text/event-stream": {"schema": _TEXT},
+                "text/event-stream": {"itemSchema": _EVENT},
             },
         }
     if path in OPEN_PATHS:

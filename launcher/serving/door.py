@@ -23,8 +23,9 @@ from paceline.launcher.serving.prompts import Prompt, PromptReader
 from paceline.launcher.serving.record import RequestRecord, record_of
 from paceline.launcher.serving.schemas import SamplingBody
 from paceline.launcher.serving.settings import ServerSettings
-from paceline.launcher.serving.structured import GrammarCheck
+from paceline.launcher.serving.structured import GrammarCheck, grammar_field
 from paceline.launcher.serving.token_texts import TokenTexts
+from paceline.launcher.serving.tool_use import ToolUse
 from paceline.launcher.tokenizer import Tokenizer
 
 STATS_SECONDS = 5.0
@@ -107,10 +108,12 @@ class Door:
         make_reader: MakeReader,
         answer_id: str,
         record: RequestRecord,
+        use: ToolUse | None = None,
     ) -> Answers:
         """The answers to these prompts, not yet begun.
 
-        make_reader: of one answer with its sampling rules; record: of the request, which is to know of them.
+        make_reader: of one answer with its sampling rules; record: of the request, which is to know of them; use: the
+        tools of the request.
         """
         record.answers = Answers(
             self.engine,
@@ -122,5 +125,6 @@ class Door:
             started=record.started,
             priority=body.priority,
             cache_salt=body.cache_salt or "",
+            grammar_field=grammar_field(body, use),
         )
         return record.answers

@@ -18,6 +18,7 @@ from paceline.launcher.serving.messages import (
     Drain,
     EngineFailed,
     EngineReady,
+    FrontCut,
     FrontFailed,
     FrontReady,
     Message,
@@ -45,6 +46,8 @@ class EngineLoop:
         self._socket = socket
         self.front_is_ready = False
         """Whether the HTTP process has said that it takes requests. Before that nobody listens to this end."""
+        self.cut_answers = 0
+        """How many the HTTP process has cut off, since the server was to end."""
 
     @property
     def info(self) -> EngineInfo:
@@ -117,6 +120,8 @@ class EngineLoop:
             case FrontReady():
                 self.front_is_ready = True
                 self._send(EngineReady(self.info))
+            case FrontCut():
+                self.cut_answers = message.answers
             case FrontFailed():
                 raise EngineError(message.error)
             case _:

@@ -136,7 +136,7 @@ def _from_http(error: HTTPException) -> ApiError:
     if error.status_code == 405:
         return ApiError(405, "this path does not take this method", code="method_not_supported")
     if error.status_code == 400:
-        return bad_request("the body is no JSON that can be read", None)
+        return bad_request("the body is no JSON that can be read", None, "invalid_json")
     return ApiError(error.status_code, "the request was refused")
 
 

@@ -26,7 +26,8 @@ from paceline.launcher.serving.admission import Admission
 from paceline.launcher.serving.app import create_app
 from paceline.launcher.serving.children import read_settings, wait_for_parent_end
 from paceline.launcher.serving.engine_link import LAST_WORDS_SECONDS, EngineLink
-from paceline.launcher.serving.messages import FrontFailed, FrontReady
+from paceline.launcher.serving.http_protocol import HttpProtocol
+from paceline.launcher.serving.messages import FrontCut, FrontFailed, FrontReady
 from paceline.launcher.serving.settings import ServerSettings
 from paceline.launcher.tokenizer import Tokenizer
 
@@ -86,6 +87,7 @@ async def serve(settings: FrontSettings) -> int:
         gc.set_threshold(GARBAGE_THRESHOLD)
         config = uvicorn.Config(
             app,
+            http=HttpProtocol,
             log_config=None,
             access_log=False,
             ws="none",
@@ -99,7 +101,7 @@ async def serve(settings: FrontSettings) -> int:
         receiving = asyncio.create_task(link.receive())
         await asyncio.wait({serving, link.farewell}, return_when=asyncio.FIRST_COMPLETED)
         if link.farewell.done():
-            await _drain(app.state.admission, link)
+            link.send(FrontCut(await _drain(app.state.admission, link)))
         server.config.timeout_graceful_shutdown = LAST_WORDS_SECONDS
         server.should_exit = True
         await serving
@@ -109,14 +111,17 @@ async def serve(settings: FrontSettings) -> int:
         link.close()
 
 
-async def _drain(admission: Admission, link: EngineLink) -> None:
-    """Let accepted requests finish within their time, then cut them; who comes meanwhile is told to come back."""
+async def _drain(admission: Admission, link: EngineLink) -> int:
+    """Let accepted requests finish within their time, then cut them; who comes meanwhile is told to come back.
+
+    Returns how many answers were cut.
+    """
     admission.close()
     ends = {asyncio.create_task(admission.wait_idle()), asyncio.create_task(link.hurry.wait())}
     await asyncio.wait(ends, timeout=link.farewell.result(), return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
         end.cancel()
-    admission.cut()
+    return admission.cut()
 
 
 class _Server(uvicorn.Server):

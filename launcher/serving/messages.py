@@ -10,7 +10,7 @@ import dataclasses
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 
@@ -66,6 +66,13 @@ class FrontFailed:
     """To the engine: the HTTP process could not start, and ends."""
 
     error: str
+
+
+@dataclass(frozen=True, slots=True)
+class FrontCut:
+    """To the engine: as the server is to end, so many answers were cut off; none where all have finished."""
+
+    answers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,7 @@ Message = (
     | AskView
     | FrontReady
     | FrontFailed
+    | FrontCut
     | EngineReady
     | News
     | Refused
@@ -139,24 +147,7 @@ Message = (
     | Drain
 )
 
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        Submit,
-        Abort,
-        AskStats,
-        AskView,
-        FrontReady,
-        FrontFailed,
-        EngineReady,
-        News,
-        Refused,
-        Stats,
-        View,
-        EngineFailed,
-        Drain,
-    )
-}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Message)}
 _STATS_NAMES = tuple(field.name for field in dataclasses.fields(CoordinatorStats))
 _RANK_NAMES = tuple(field.name for field in dataclasses.fields(RankState))
 _PARAM_DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}

@@ -52,7 +52,7 @@ def response_routes(door: Door) -> APIRouter:
                 rules = held_to(params, use, prompt, door.dialect)
                 reader = reader_of(door.tokenizer, use, prompt, door.dialect)
                 answer_id = new_id("resp")
-                answers = door.answers(body, [prompt], rules, reader, answer_id, record)
+                answers = door.answers(body, [prompt], rules, reader, answer_id, record, use)
                 writer = ResponseWriter(_head(body, params, answer_id, door.model_name))
                 await (_stream if body.stream else _whole)(outbox, answers, writer)
 

@@ -39,8 +39,11 @@ def chat_sampling(body: ChatBody, info: EngineInfo, has_tokenizer: bool) -> Samp
 
 def completion_sampling(body: CompletionBody, info: EngineInfo, has_tokenizer: bool) -> SamplingParams:
     """Sampling rules of a plain completion. Raises ApiError (400) naming the field at fault."""
-    # An echoed prompt is a part of the answer, and has log-probabilities where that has.
+    # An echoed prompt is a part of the answer, and has log-probabilities where that has. Where it is the whole of it
+    # the engine is asked for them in any case, since it runs no request that asks for nothing.
     echoed = body.logprobs if body.echo else None
+    if body.echo and body.max_tokens == 0:
+        echoed = body.logprobs or 0
     return _answer_sampling(body, info, has_tokenizer, body.max_tokens, body.logprobs, echoed)
 
 

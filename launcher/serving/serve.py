@@ -25,6 +25,7 @@ from paceline.launcher.dialects.dialect import REASONING_PARSERS, TOOL_PARSERS
 from paceline.launcher.json_log import log_as_json, log_event
 from paceline.launcher.options import add_engine_options, engine_settings
 from paceline.launcher.serving.children import DRAIN_SECONDS, Child, Endpoint, die_with_parent, give_drain_receipt
+from paceline.launcher.termination import ending_in_order
 
 if TYPE_CHECKING:
     from paceline.launcher.serving.engine_loop import EngineLoop
@@ -148,6 +149,7 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
             raise InputError(f"--otlp-endpoint needs {error.name}; install paceline[trace]") from error
     folder = resolve_checkpoint(arguments.model)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(ending_in_order())  # until the supervisor looks after signals
         listener = stack.enter_context(listen(arguments.host, arguments.port, arguments.uds))
         if arguments.uds is not None:
             stack.callback(arguments.uds.unlink, missing_ok=True)
@@ -189,7 +191,9 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
             front.wait(OVERDUE_SECONDS)  # it tells its clients
             raise
         engine.close()
-    log_event(LOGGER, "stopped")
+    log_event(LOGGER, "stopped", cut_answers=loop.cut_answers)
+    if supervisor.second_signal is not None:
+        raise SystemExit(128 + supervisor.second_signal)
     give_drain_receipt()
 
 
@@ -245,7 +249,8 @@ class Supervisor:
         self._greet: Callable[[], None] | None = greet
         self._asked_at: float | None = None
         self._told = False
-        self._second_signal: int | None = None
+        self.second_signal: int | None = None
+        """Its number, once it has come."""
         self._hurried_at: float | None = None
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
@@ -255,21 +260,18 @@ class Supervisor:
         if self._asked_at is None:
             self._asked_at = now
         elif now > self._asked_at + SAME_SIGNAL_SECONDS:
-            self._second_signal = number
+            self.second_signal = number
 
     def is_over(self) -> bool:
         """Whether the server has ended as it was told to. For every turn of the engine's loop.
 
-        Raises EngineError where the HTTP process has ended otherwise or does not end in time, SystemExit with 128 + the
-        signal's number for a second signal.
+        Raises EngineError where the HTTP process has ended otherwise, or does not end in time on its own.
         """
         status = self._front.poll()
         if status is not None:
-            if self._second_signal is not None:
-                raise SystemExit(128 + self._second_signal)
-            if self._told and status == 0:
+            self._loop.take_messages()  # its last ones: what it has cut, or why it failed
+            if self.second_signal is not None or (self._told and status == 0):
                 return True
-            self._loop.take_messages()  # it may have said why
             raise EngineError(f"the HTTP process ended unexpectedly ({_status_text(status)})")
         if self._greet is not None and self._loop.front_is_ready:
             self._greet()
@@ -286,19 +288,18 @@ class Supervisor:
             self._told = True
             log_event(LOGGER, "draining", seconds=self._drain_seconds)
             self._loop.drain(self._drain_seconds)
-        if self._second_signal is not None:
-            self._hurry(self._second_signal)
+        if self.second_signal is not None:
+            return self._is_hurried()
         if time.monotonic() > asked_at + self._drain_seconds + OVERDUE_SECONDS:
             raise EngineError(f"the HTTP process did not end {OVERDUE_SECONDS:g} s after --drain-timeout")
         return False
 
-    def _hurry(self, second_signal: int) -> None:
+    def _is_hurried(self) -> bool:
         """Have the HTTP process tell its clients that they are cut off, and end; for a moment, it is waited for."""
         if self._hurried_at is None:
             self._hurried_at = time.monotonic()
             self._loop.drain(0)
-        if time.monotonic() > self._hurried_at + OVERDUE_SECONDS:
-            raise SystemExit(128 + second_signal)
+        return time.monotonic() > self._hurried_at + OVERDUE_SECONDS
 
 
 def _status_text(status: int) -> str:

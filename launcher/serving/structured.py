@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from paceline.coordinator.constraints import GrammarError
 from paceline.coordinator.errors import InputError
 from paceline.launcher import structured_output
 from paceline.launcher.grammars import TokenizerGrammars
@@ -16,9 +14,6 @@ from paceline.launcher.serving.responses_schemas import ResponsesBody, TextForma
 from paceline.launcher.serving.schemas import AnswerBody, ResponseFormat, SamplingBody, StructuredOutputs
 from paceline.launcher.serving.tool_use import ToolUse
 from paceline.launcher.tokenizer import Tokenizer
-
-MAX_REMEMBERED = 256
-"""Grammars that were found good, by their hashes: most clients send the same ones again."""
 
 _Asked = tuple[str, Callable[[Any], str], Any]
 """A field, how its value becomes a grammar, and the value."""
@@ -39,6 +34,12 @@ def requested_grammar(body: SamplingBody) -> tuple[str, str] | None:
         return param, build(value)
     except InputError as error:
         raise bad_request(f"{param}: {error}", param) from error
+
+
+def grammar_field(body: SamplingBody, use: ToolUse | None = None) -> str | None:
+    """The field to name where an answer's grammar fails on the way; None where more than one is in it."""
+    fields = [param for param, _, _ in _asked(body)] + ([] if use is None else ["tools"])
+    return fields[0] if len(fields) == 1 else None
 
 
 def _asked(body: SamplingBody) -> Iterator[_Asked]:
@@ -110,7 +111,6 @@ class GrammarCheck:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._grammars: TokenizerGrammars | None = None
-        self._good: dict[bytes, None] = {}
 
     def prepare(self) -> None:
         """Do now what the first check would have to: it takes a second in which nothing else runs."""
@@ -124,16 +124,13 @@ class GrammarCheck:
             await self._check(param, grammar)
 
     async def _check(self, param: str, grammar: str) -> None:
-        digest = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
-        if digest in self._good:
+        library = self._library()
+        if library.is_known(grammar):
             return
         try:
-            await asyncio.wrap_future(self._library().compile(grammar))
-        except (InputError, GrammarError) as error:
+            await asyncio.wrap_future(library.begin_check(grammar))
+        except InputError as error:
             raise bad_request(f"{param}: {error}", param) from error
-        self._good[digest] = None
-        while len(self._good) > MAX_REMEMBERED:
-            del self._good[next(iter(self._good))]
 
     def _library(self) -> TokenizerGrammars:
         if self._grammars is None:

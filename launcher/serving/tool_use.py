@@ -10,10 +10,12 @@ from paceline.launcher.dialects.dialect import Dialect
 from paceline.launcher.dialects.grammar import (
     ANY_OBJECT,
     Function,
+    TokenIds,
     calls_grammar,
     object_grammar,
     text_or_calls_grammar,
 )
+from paceline.launcher.dialects.tool_formats import ToolFormat
 from paceline.launcher.serving.errors import bad_request
 from paceline.launcher.serving.tool_schemas import Choice, FunctionDefinition, FunctionName
 
@@ -22,6 +24,8 @@ from paceline.launcher.serving.tool_schemas import Choice, FunctionDefinition, F
 class ToolUse:
     """Tools that an answer may or must call."""
 
+    tool_format: ToolFormat
+    """How the model writes calls."""
     told: Sequence[FunctionDefinition]
     """What the model is told of."""
     functions: Sequence[FunctionDefinition]
@@ -47,16 +51,16 @@ class ToolUse:
             if function in self.functions and (self.required or function.strict)
         ]
 
-    def grammar(self, dialect: Dialect) -> str | None:
+    def grammar(self, token_ids: TokenIds) -> str | None:
         """What answers have to follow; None where the model is free, as it is without strict functions."""
         if self.required:
             functions = [Function(each.name, each.parameters or ANY_OBJECT) for each in self.functions]
-            return calls_grammar(dialect, functions, several=self.several)
+            return calls_grammar(self.tool_format, token_ids, functions, several=self.several)
         if any(each.strict for each in self.functions):
             functions = [
                 Function(each.name, (each.parameters if each.strict else None) or ANY_OBJECT) for each in self.functions
             ]
-            return text_or_calls_grammar(dialect, functions, several=self.several)
+            return text_or_calls_grammar(self.tool_format, token_ids, functions, several=self.several)
         return None
 
 
@@ -91,6 +95,7 @@ def read_tools(
     if named is not None and named not in names:
         raise bad_request(f"tool_choice names {named!r}, which is none of the tools", "tool_choice")
     return ToolUse(
+        dialect.tools,
         functions,
         functions if named is None else [functions[names.index(named)]],
         required=named is not None or choice == "required",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -87,3 +88,13 @@ def test_tokens_that_take_in_the_spaces_around_them() -> None:
     control = ControlTokens(backend)
     ids = control.encode(control.guarded("a [END] b") + " [END] " + "b")
     assert [ids.count(backend.convert_tokens_to_ids("[END]")), backend.decode(ids)] == [1, "a [END] b[END]b"]
+
+
+def test_a_long_text_is_no_warning_of_the_librarys(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too long is the engine's to say, once."""
+    said: list[logging.LogRecord] = []
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    monkeypatch.setattr(logger, "handle", said.append)
+    assert len(tokenizer.encode("word " * 9000)) > 8192
+    assert len(tokenizer.encode_chat([{"role": "user", "content": "word " * 9000}])) > 8192
+    assert said == []

@@ -13,11 +13,11 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from paceline import LLM, SamplingParams
+from paceline import LLM, SamplingParams, structured_output
 from paceline.coordinator.constraints import GrammarError
 from paceline.coordinator.errors import InputError
-from paceline.launcher.grammars import TokenizerGrammars
-from paceline.launcher.structured_output import choice, context_free, json_object, json_schema, regex
+from paceline.launcher.grammars import MAX_REMEMBERED, TokenizerGrammars
+from paceline.launcher.structured_output import MAX_CHOICES, choice, context_free, json_object, json_schema, regex
 from paceline.launcher.tokenizer import Tokenizer
 
 VOCAB_SIZE = 49_160
@@ -87,6 +87,15 @@ def test_a_grammar_allows_what_it_stands_for(
     assert [text for text in bad if takes(grammars, tokenizer, grammar, text)] == []
 
 
+def test_choices_are_followed_up_to_their_limit(grammars: TokenizerGrammars, tokenizer: Tokenizer) -> None:
+    texts = [f"item number {place}" for place in range(MAX_CHOICES)]
+    grammar = choice(texts)
+    grammars.check(grammar)
+    assert takes(grammars, tokenizer, grammar, texts[0])
+    assert takes(grammars, tokenizer, grammar, texts[-1])
+    assert not takes(grammars, tokenizer, grammar, f"item number {MAX_CHOICES}")
+
+
 def test_white_space_has_an_end(grammars: TokenizerGrammars, tokenizer: Tokenizer) -> None:
     grammar = json_schema(PERSON)
     assert takes(grammars, tokenizer, grammar, '{"name":' + " " * 60 + '"x","age":1}')
@@ -106,6 +115,7 @@ def test_white_space_has_an_end(grammars: TokenizerGrammars, tokenizer: Tokenize
         (lambda: json_schema({"const": float("nan")}), "what JSON has not"),
         (lambda: json_schema(nested(80)), "64 levels"),
         (lambda: json_schema("[" * 100_000), "nested too deep"),
+        (lambda: json_schema(optional_properties(700)), "about 490 properties that are not required"),
         (lambda: regex("["), "unclosed character class"),
         (lambda: regex("(?=a)b"), "look-ahead"),
         (lambda: regex("\ud800"), "Unicode"),
@@ -132,6 +142,26 @@ def nested(levels: int) -> dict[str, Any]:
     for _ in range(levels):
         schema = {"items": schema}
     return schema
+
+
+def optional_properties(number: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"name{place}": {"type": "integer"} for place in range(number)}}
+
+
+def test_good_grammars_are_remembered_and_only_so_many(grammars: TokenizerGrammars) -> None:
+    first = choice(["first"])
+    assert not grammars.is_known(first)
+    grammars.check(first)
+    for place in range(MAX_REMEMBERED - 1):
+        grammars.check(choice([str(place)]))
+    assert grammars.is_known(first)
+    with pytest.raises(InputError):
+        grammars.check("start: foo")
+    assert not grammars.is_known("start: foo")
+    assert grammars.is_known(first)
+    grammars.check(choice(["last"]))
+    assert not grammars.is_known(first)
+    assert grammars.is_known(choice(["last"]))
 
 
 def test_one_matcher_that_errs_leaves_the_others_alone(grammars: TokenizerGrammars, tokenizer: Tokenizer) -> None:
@@ -195,6 +225,13 @@ def test_random_weights_at_a_high_temperature_still_give_valid_json(llm: LLM) ->
             assert answer.token_ids[-1] in llm.engine.end_ids
             jsonschema_rs.validate(schema, json.loads(answer.text))
     assert finished > 30
+
+
+def test_the_package_has_the_grammars_by_name(llm: LLM) -> None:
+    """As the README shows it."""
+    city = structured_output.choice(["Paris", "Rome"])
+    answer = llm.generate("Which?", SamplingParams(grammar=city, temperature=0), use_tqdm=False)[0].outputs[0]
+    assert answer.text in ("Paris", "Rome")
 
 
 def test_an_answer_by_a_grammar_meets_every_other_rule(llm: LLM) -> None:

@@ -138,7 +138,8 @@ def test_errors_are_counted_by_their_kind(stub: Any, bench: Bench) -> None:
 
     stub.script = script
     status, output = bench("--concurrency", "1", "--requests", "5", "--slo", "ttft=60s", "--slo", "itl=60s")
-    assert status == 0
+    assert status == 1
+    assert output.endswith("paceline: 3 of 5 requests failed, the first of them with: HTTP 429 queue_full\n")
     for line in ("1 failed: HTTP 429 queue_full", "1 failed: error in the stream (engine_failed)"):
         assert line in output
     assert "1 failed: stream ended early" in output

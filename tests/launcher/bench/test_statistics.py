@@ -10,7 +10,7 @@ import pytest
 
 from paceline.launcher.bench.plan import PlannedRequest
 from paceline.launcher.bench.records import RequestRecord, even_shares
-from paceline.launcher.bench.statistics import distribution, latencies, percentile, summarise, token_gaps
+from paceline.launcher.bench.statistics import latencies, percentile, summarise, summary, token_gaps
 
 
 def record(
@@ -43,9 +43,9 @@ def final(tokens: int, cached: int | None = None) -> dict[str, Any]:
 def test_percentiles_are_numpys(values: list[float]) -> None:
     for q in (0, 1, 50, 90, 95, 99, 100):
         assert percentile(sorted(values), q) == pytest.approx(numpy.percentile(values, q), abs=1e-12)
-    assert distribution(values).max == max(values)
-    assert distribution(values).mean == pytest.approx(numpy.mean(values))
-    assert distribution([]).count == 0
+    assert summary(values).max == max(values)
+    assert summary(values).mean == pytest.approx(numpy.mean(values))
+    assert summary([]).count == 0
 
 
 def test_an_event_of_several_tokens_counts_as_several() -> None:
@@ -78,7 +78,7 @@ def test_the_first_token_is_the_first_text() -> None:
     assert (values.ttft, values.e2e, told.token_counts()) == (2.5, 3.5, [2])
     silent = latencies(record((4.0, final(2)), (4.0, "[DONE]"), sent=0.5))
     assert silent is not None
-    assert (silent.ttft, silent.itl) == (3.5, 0.0)
+    assert (silent.ttft, silent.itl, silent.gaps) == (3.5, 0.0, [])
 
 
 def test_bytes_may_be_cut_anywhere() -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -193,6 +194,16 @@ def test_a_server_that_is_gone_ends_the_run_and_leaves_no_results(
     assert files.output.read_bytes() == b""
 
 
+def test_a_server_without_tls_is_not_asked_again(
+    stub: Any, files: Files, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_module, "_MOST_TRIES", 10**9)
+    files.write(line("a"))
+    status, output = batch("--url", stub.url.replace("http://", "https://"))
+    assert (status, output.count("\n")) == (1, 1)
+    assert "does it serve plain HTTP?" in output
+
+
 def test_a_file_that_is_no_output_is_left_alone(files: Files, batch: Batch) -> None:
     files.write(line("a"))
     for content, words in (("precious notes\n", "line 1 is no result"), ("precious", "line 1 is no result")):
@@ -243,6 +254,29 @@ def test_an_own_engine_over_two_ranks(tiny: Any, files: Files) -> None:
     assert answers.pop("bad")["body"]["error"]["param"] == "n"
     assert {each["body"]["usage"]["completion_tokens"] for each in answers.values()} == {5}
     assert len(answers) == 6
+
+
+def test_a_terminated_run_leaves_nothing_behind(tiny: Any, files: Files) -> None:
+    body = {"model": "own", "prompt": [5, 6, 7], "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    files.write(*(line(str(number), body=body) for number in range(2000)))
+    command = [sys.executable, "-m", "paceline.launcher.start", "batch", str(files.input), str(files.output)]
+    own = ["--model", str(tiny("llama").folder), "--served-model-name", "own", "--device", "cpu", "--concurrency", "4"]
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a socket's path may have no more than 107 characters
+        process = subprocess.Popen(
+            [*command, *own],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        while not (files.output.exists() and files.results()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        assert list(Path(folder).glob("paceline-*"))
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM, errors
+        assert "Traceback" not in errors
+        assert list(Path(folder).glob("paceline-*")) == []
 
 
 def test_an_own_engine_that_cannot_start_is_one_line(files: Files, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from paceline.coordinator.errors import InputError
 from paceline.launcher.clients.address import Address, api_key, parse_url
 from paceline.launcher.clients.http import HttpClient, TransportError
+from paceline.launcher.clients.server import unreachable
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -157,3 +160,50 @@ def test_a_key_that_could_be_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("a b", "a\nb", "\u00e9"):
         with pytest.raises(InputError, match="printable ASCII"):
             api_key(key)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of 127.0.0.1 that has signed itself; its key is in the same file."""
+    path = tmp_path_factory.mktemp("tls") / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=other"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(path), "-out", str(path.with_suffix(".cert"))]
+    subprocess.run([*command, *names], check=True, capture_output=True)
+    path.write_text(path.read_text() + path.with_suffix(".cert").read_text())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("url", "with_tls", "trusted", "words"),
+    [
+        ("https://127.0.0.1", True, True, None),
+        ("https://127.0.0.1", True, False, "not trusted: self-signed certificate); SSL_CERT_FILE can name a file"),
+        ("https://localhost", True, True, "not valid for 'localhost'.); the URL must have a name that is in it"),
+        ("https://127.0.0.1", False, False, "WRONG_VERSION_NUMBER); does it serve plain HTTP?"),
+        ("http://127.0.0.1", True, False, "With it the URL begins with https://"),
+        ("http://127.0.0.1", False, False, None),
+    ],
+)
+async def test_what_is_wrong_about_tls_is_said(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch, url: str, with_tls: bool, trusted: bool, words: str | None
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1000)  # whatever it is
+        writer.write(OK)
+        writer.close()
+
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    context = None
+    if with_tls:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate)
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context) as running:
+        client = HttpClient(parse_url(f"{url}:{running.sockets[0].getsockname()[1]}"))
+        if words is None:
+            assert (await client.get("/v1/models")).json() == {}
+        else:
+            with pytest.raises(TransportError) as caught:
+                await client.get("/v1/models")
+            assert words in str(unreachable(caught.value, client.address))
+        client.close()

@@ -29,6 +29,7 @@ from paceline.coordinator.view import EngineView, RequestLine, StepLine
 from paceline.launcher.default_model import default_model_path
 from paceline.launcher.serving.app import create_app
 from paceline.launcher.serving.engine_api import EngineInfo
+from paceline.launcher.serving.http_protocol import HttpProtocol
 from paceline.launcher.serving.settings import ServerSettings
 from paceline.launcher.tokenizer import Tokenizer
 
@@ -340,7 +341,8 @@ def on_a_socket() -> Callable[[FastAPI], Any]:
 
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncGenerator[str, None]:
-        server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
+        config = uvicorn.Config(app, http=HttpProtocol, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+        server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve())
         try:
             while not server.started:

@@ -36,6 +36,15 @@ async def test_a_key_that_comes_twice(served: Any, path: str, content: bytes, ke
     assert (error["param"], error["code"]) == (key, "duplicate_key")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/detokenize"])
+@pytest.mark.parametrize(
+    "content", [b"{", b"{} {}", b"", b"[]", b"\xff", b'{"n": ' + b"1" * 5000 + b"}", b"[" * 200_000]
+)
+async def test_what_is_no_json_object_has_one_code(served: Any, path: str, content: bytes) -> None:
+    error = await error_of(served, path, content)
+    assert (error["param"], error["code"]) == (None, "invalid_json")
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [

@@ -266,3 +266,15 @@ async def test_what_the_engine_refuses_and_what_breaks(
             told = error_of(await client.post("/v1/completions", json=body), status)
             assert "secret" not in told["message"]
     assert served.app.state.admission.accepted == 0
+
+
+@pytest.mark.parametrize("line", [b"GET /%b HTTP/1.1" % (b"x" * 100_000), b"no HTTP at all"])
+async def test_what_is_no_http_is_told_in_the_same_shape(served: Any, on_a_socket: Any, line: bytes) -> None:
+    async with on_a_socket(served.app) as address:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rsplit(":", 1)[1]))
+        writer.write(line + b"\r\nhost: localhost\r\n\r\n")
+        head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n")
+    error = json.loads(content)["error"]
+    assert (list(error), error["code"]) == (["message", "type", "param", "code"], "invalid_http")

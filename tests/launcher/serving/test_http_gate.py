@@ -111,6 +111,21 @@ async def test_no_origin_is_let_in_unless_told(serve: Any) -> None:
         assert "access-control-allow-origin" not in stranger.headers
 
 
+@pytest.mark.parametrize("kind", [None, "", "text/plain", "text/plain;application/json", "multipart/form-data"])
+@pytest.mark.parametrize("path", [path for method, path in ROUTES if method == "POST"])
+async def test_a_body_that_browsers_send_anywhere_is_refused(served: Any, path: str, kind: str | None) -> None:
+    """Any page may send these without asking first; a Blob without a type even has no content-type."""
+    body = {"prompt": "x", "messages": HELLO, "input": "x", "tokens": [1]}
+    field = {"/v1/chat/completions": "messages", "/v1/responses": "input", "/detokenize": "tokens"}.get(path, "prompt")
+    content = json.dumps({field: body[field]})
+    async with served.http() as client:
+        headers = {"origin": "https://page.example"} | ({} if kind is None else {"content-type": kind})
+        refused = await client.post(path, content=content, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_json")
+        assert served.engine.submitted == []
+        assert (await client.post(path, content=content, headers={"content-type": "application/json"})).is_success
+
+
 async def test_probes_may_ask_for_the_head_alone(served: Any, on_a_socket: Any) -> None:
     async with on_a_socket(served.app) as address, httpx.AsyncClient(base_url=address) as client:
         for status in (200, 503):

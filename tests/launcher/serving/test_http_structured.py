@@ -15,6 +15,7 @@ pytestmark = pytest.mark.anyio
 
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+WIDE = {"type": "object", "properties": {f"name{place}": {} for place in range(700)}}
 LARK = 'start: "x" /[0-9]+/'
 PATHS = {"/v1/chat/completions": {"messages": HELLO}, "/v1/completions": {"prompt": "Hello"}}
 
@@ -71,6 +72,7 @@ async def test_every_field_becomes_a_grammar(
          "response_format.json_schema.name"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
          "response_format.json_schema.schema"),
+        ({"response_format": named_schema(WIDE)}, "response_format.json_schema.schema"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": 5}, "guided_json"),
         ({"guided_json": {"type": "thing"}}, "guided_json"),
@@ -114,7 +116,7 @@ async def test_a_grammar_that_fails_on_the_way_is_an_error_of_its_request(served
     served.engine.grammar_error = "too hard to follow"
     with pytest.raises(openai.BadRequestError, match="too hard to follow") as caught:
         await served.openai().completions.create(model="smol", prompt="x", extra_body={"guided_regex": "a"})
-    assert caught.value.code == "grammar_error"
+    assert (caught.value.code, caught.value.param) == ("grammar_error", "guided_regex")
     with pytest.raises(openai.APIError, match="too hard to follow"):
         stream = await served.openai().completions.create(
             model="smol", prompt="x", stream=True, extra_body={"guided_regex": "a"}

@@ -339,3 +339,22 @@ async def test_tokenize_counts_the_tools_too(serve_tools: Any) -> None:
         counted = await client.post("/tokenize", json={"messages": HELLO, "tools": TOOLS})
         assert counted.json()["count"] == answer.usage.prompt_tokens
         assert (await client.post("/tokenize", json={"prompt": "x", "tools": TOOLS})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("wishes", "param"),
+    [
+        ({"tool_choice": "required"}, "tools"),
+        ({"tools": [], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}}, None),
+    ],
+)
+async def test_a_grammar_that_fails_on_the_way_names_its_field(
+    serve_tools: Any, wishes: dict[str, Any], param: str | None
+) -> None:
+    """Where only one can have brought it."""
+    served = serve_tools()
+    served.engine.grammar_error = "too hard to follow"
+    with pytest.raises(openai.BadRequestError, match="too hard to follow") as caught:
+        await ask(served, "Hello", stream=False, **wishes)
+    assert (caught.value.code, caught.value.param) == ("grammar_error", param)

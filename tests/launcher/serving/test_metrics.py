@@ -53,6 +53,7 @@ async def test_metrics_say_what_clients_counted(serve: Any) -> None:
         answers.append((await ask(n=2)).json())
         await ask(top_p=2)
         await client.get("/nowhere")
+        await client.get("/openapi.json")
         served.engine.gate.clear()
         waiting = [asyncio.create_task(ask(n=2)) for _ in range(2)]
         await asyncio.sleep(0.05)
@@ -79,6 +80,7 @@ async def test_metrics_say_what_clients_counted(serve: Any) -> None:
         'paceline_http_responses_total{path="/v1/chat/completions",status="429"}': 1,
         'paceline_http_responses_total{path="/v1/chat/completions",status="504"}': 2,
         'paceline_http_responses_total{path="other",status="404"}': 1,
+        'paceline_http_responses_total{path="/openapi.json",status="200"}': 1,
         "paceline_time_to_first_token_seconds_count": 5,
         "paceline_inter_token_latency_seconds_count": tokens - 5,
         "paceline_e2e_request_latency_seconds_count": 5,

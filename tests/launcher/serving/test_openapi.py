@@ -61,6 +61,20 @@ def test_every_answer_is_one_that_is_described(schema: Any, method: str, path: s
     check()
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/responses", {"input": "x"}),
+    ],
+)
+def test_a_stream_is_one_that_is_described(schema: Any, path: str, body: dict[str, Any]) -> None:
+    """Few of the bodies above ask for one."""
+    case = schema[path]["POST"].Case(body={**body, "stream": True}, media_type="application/json")
+    assert case.call_and_validate().headers["content-type"][0].startswith("text/event-stream")
+
+
 def test_what_is_described_is_what_there_is(serve: Any) -> None:
     written = serve().app.openapi()
     assert set(written["paths"]) == {*POSTS, *GETS}

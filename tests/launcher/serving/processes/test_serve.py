@@ -11,6 +11,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_b60_while_it_drains_streams_go_on_and_who_comes_is_told_to_come_back(se
     assert server.end() == (0, "")
 
 
-@pytest.mark.parametrize(("seconds", "again", "tp"), [(0, False, 2), (1, False, 1), (60, True, 1)])
+@pytest.mark.parametrize(("seconds", "again", "tp"), [(0, False, 2), (1, False, 1), (60, True, 1), (60, True, 2)])
 def test_b60_streams_that_are_cut_off_are_told(serve: Callable[..., Any], seconds: int, again: bool, tp: int) -> None:
     """At once with a drain timeout of 0, when it has passed, and by a second signal."""
     server = serve("--drain-timeout", str(seconds), "--max-num-seqs", "20", tp=tp).wait_ready()
@@ -79,7 +80,9 @@ def test_b60_streams_that_are_cut_off_are_told(serve: Callable[..., Any], second
             # Those that had no token yet are told by the status.
             assert status in (200, 503)
             assert events[-1]["error"]["code"] == "shutting_down"
-    assert server.end(timeout=10)[0] == (128 + signal.SIGTERM if again else 0)
+    assert server.end(timeout=10) == (128 + signal.SIGTERM if again else 0, "")
+    (stopped,) = (line for line in server.log if line["event"] == "stopped")
+    assert 0 < stopped["cut_answers"] <= 320
 
 
 def test_b58_two_thousand_clients_at_once_and_few_places(serve: Callable[..., Any]) -> None:
@@ -120,10 +123,25 @@ def test_b58_two_thousand_clients_at_once_and_few_places(serve: Callable[..., An
     assert [line["event"] for line in server.log].count("request") == 2001
 
 
+def test_a_server_that_is_ended_while_it_loads_leaves_nothing_behind(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        server = serve()
+        while not list(Path(folder).glob("paceline-*")):
+            assert server.process.poll() is None
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end()[0] == 128 + signal.SIGTERM
+        assert list(Path(folder).glob("paceline-*")) == []
+
+
 def test_ctrl_c_ends_an_idle_server(serve: Callable[..., Any]) -> None:
     server = serve().wait_ready()
     server.process.send_signal(signal.SIGINT)
     assert server.end() == (0, "")
+    assert (server.log[-1]["event"], server.log[-1]["cut_answers"]) == ("stopped", 0)
 
 
 def test_requests_that_take_too_long_are_cut_off(serve: Callable[..., Any]) -> None:
@@ -135,6 +153,7 @@ def test_requests_that_take_too_long_are_cut_off(serve: Callable[..., Any]) -> N
         server.process.send_signal(signal.SIGTERM)
         status, _ = server.end()
         assert (status, time.monotonic() - start < 10) == (0, True)
+        assert server.log[-1]["cut_answers"] == 64 * 16
         assert running.result() is None
 
 

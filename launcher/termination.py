@@ -1,0 +1,28 @@
+"""SIGTERM as an exception, so that a process that is told to end clears away what it has made."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+
+def exit_on_signal(number: int, frame: FrameType | None) -> None:
+    """A handler: the process ends with 128 + the signal's number, through all that is to be done before."""
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def ending_in_order() -> Iterator[None]:
+    """SIGTERM ends the process so while this lasts, unless the program has a handler of its own. Main thread alone."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, exit_on_signal)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is exit_on_signal:  # who has set another since wants to keep it
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
