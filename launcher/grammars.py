@@ -41,7 +41,8 @@ class TokenizerGrammars:
     """The coordinator's Grammars over one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """vocab_size: the model's, which may differ from the tokenizer's; end_ids: allowed where an answer may end.
+        """vocab_size: the model's, which may differ from the tokenizer's; end_ids: allowed where an answer may end,
+        but for those that are no tokens of the tokenizer's.
 
         Raises InputError where there is no tokenizer, or none that llguidance can read.
         """
@@ -51,7 +52,7 @@ class TokenizerGrammars:
             raise InputError("a grammar needs a tokenizer of the tokenizers library, and this model has another one")
         self._backend = tokenizer.backend
         self._vocab_size = vocab_size
-        self._end_ids = list(end_ids)
+        self._end_ids = [token for token in end_ids if token < len(tokenizer.backend)]
         self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         self._executor = llguidance.LLExecutor()
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
@@ -81,7 +82,7 @@ class TokenizerGrammars:
             raise InputError(str(error)) from error
         self._good[_digest(grammar)] = None
         if len(self._good) > MAX_REMEMBERED:
-            self._good.pop(next(iter(self._good)))
+            self._good.pop(next(iter(self._good)), None)  # None: another thread may have been faster
 
     def begin_check(self, grammar: str) -> Future[None]:
         """Check on the thread of its own."""
@@ -130,7 +131,7 @@ class TokenizerGrammars:
         with self._lock:
             if self._tokens is None:
                 size = max(self._vocab_size, len(self._backend))
-                self._tokens = llguidance.hf.from_tokenizer(self._backend, size, self._end_ids)
+                self._tokens = llguidance.hf.from_tokenizer(self._backend, size, self._end_ids or None)
             return self._tokens
 
 

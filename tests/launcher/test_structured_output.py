@@ -22,7 +22,8 @@ from paceline.launcher.tokenizer import Tokenizer
 
 VOCAB_SIZE = 49_160
 """More ids than the tokenizer has tokens, and no multiple of 32."""
-END_IDS = (2, 0)
+END_IDS = (2, 0, 49_155)
+"""The last is the model's alone."""
 
 PERSON = {
     "type": "object",
