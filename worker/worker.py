@@ -204,7 +204,7 @@ class Worker:
         A kernel's variants follow from the types and widths of the model and from powers of two of the rows. What is
         missed here is compiled when it is first launched.
         """
-        with self._compile_only():
+        with self._compile_only(), self._model.two_layers():
             for shape in GraphShapes(self.state.num_slots, self._config.max_batched_tokens).typical():
                 self._launch_step(shape)
             self._sampler.compile_filters()
