@@ -13,7 +13,8 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
+
+from paceline.kernels.stand_ins import is_stand_in
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ class SingleRank:
 class ProcessGroupCommunicator:
     """Ranks are processes of a torch.distributed group.
 
-    A fake tensor, which stands for a shape while kernels are compiled, is not exchanged.
+    What stands in for a tensor while kernels are compiled is not exchanged.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -65,12 +66,12 @@ class ProcessGroupCommunicator:
         self.size = dist.get_world_size(group)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, FakeTensor):
+        if not is_stand_in(tensor):
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, FakeTensor):
+        if not is_stand_in(tensor):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return tensor
 
@@ -78,7 +79,7 @@ class ProcessGroupCommunicator:
         # NCCL and gloo concatenate along the first dimension; ranks are brought to the last one here.
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        if not isinstance(tensor, FakeTensor):
+        if not is_stand_in(tensor):
             _all_gather_single(gathered.view(-1), tensor.view(-1), group=self._group)
         return gathered.movedim(0, -2).reshape(*tensor.shape[:-1], -1)
 
