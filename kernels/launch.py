@@ -66,6 +66,14 @@ def num_processors(device: torch.device) -> int:
 
 
 @functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take on a GPU; on a CPU all it wants."""
+    if device.type != "cuda":
+        return 1 << 30
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+@functools.cache
 def dependent_launch(device: torch.device) -> bool:
     """Whether kernels may start while the one before ends (programmatic dependent launch, from Hopper on).
 
