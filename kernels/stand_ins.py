@@ -42,7 +42,8 @@ class StandIns(TorchFunctionMode):
             if func == _IS_CUDA:
                 return True
             args, kwargs = tree_map_only(torch.Tensor, _without_content, (args, kwargs))
-        if "device" in kwargs and torch.device(kwargs["device"]).type == self._device.type:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == self._device.type:
             kwargs = kwargs | {"device": "meta"}
         return func(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from triton.runtime import driver
 from paceline.coordinator.config import EngineConfig
 from paceline.kernels.stand_ins import StandIns
 from paceline.kernels.tiled_linear import candidate_tiles
-from paceline.model.communicator import SingleRank
+from paceline.model.communicator import Communicator, ProcessGroupCommunicator, SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_plan import ShardPlan
@@ -65,17 +65,24 @@ class Noted:
         return True
 
 
-def worker_of(config: ModelConfig, engine: EngineConfig) -> Worker:
+def last_of(num_ranks: int) -> Communicator:
+    """The last rank of a group that exchanges nothing, as stand-ins are not exchanged."""
+    comm = SingleRank() if num_ranks == 1 else object.__new__(ProcessGroupCommunicator)
+    comm.rank, comm.size = num_ranks - 1, num_ranks
+    return comm
+
+
+def worker_of(config: ModelConfig, engine: EngineConfig, comm: Communicator) -> Worker:
     """A worker that has a model and all else that steps need, without memory."""
     worker = object.__new__(Worker)
     worker._config = engine
-    worker._ranks = SimpleNamespace(device=GPU, rank=0, size=1)
-    worker._plan = ShardPlan(config, 1)
+    worker._ranks = SimpleNamespace(device=GPU, rank=comm.rank, size=comm.size)
+    worker._plan = ShardPlan(config, comm.size)
     worker.model_config = config
     worker._dtype = torch.bfloat16
-    worker._model = MODEL_CLASSES[config.architecture](config, SingleRank(), torch.bfloat16, engine.max_model_len)
+    worker._model = MODEL_CLASSES[config.architecture](config, comm, torch.bfloat16, engine.max_model_len)
     worker.state = BatchState(engine.max_num_seqs, engine.max_model_len, engine.block_size, GPU)
-    worker._sampler = Sampler(worker.state, SingleRank(), worker._model.vocab, config.vocab_size)
+    worker._sampler = Sampler(worker.state, comm, worker._model.vocab, config.vocab_size)
     worker._kv_caches = worker._make_caches(100)
     for module in worker._model.modules():
         if isinstance(module, Layer):
@@ -104,10 +111,10 @@ def launch_all_steps(worker: Worker) -> None:
         worker._sampler.choose(worker._sampler._filter(logits, filtered))
 
 
-def check(engine: EngineConfig, **changes: object) -> None:
+def check(engine: EngineConfig, num_ranks: int = 1, **changes: object) -> None:
     config = ModelConfig.from_dict(MODEL | changes)
     with StandIns(GPU):
-        worker = worker_of(config, engine)
+        worker = worker_of(config, engine, last_of(num_ranks))
     compiled = noted(worker._compile_kernels)
     missed = noted(lambda: launch_all_steps(worker)) - compiled
     if missed:
@@ -124,6 +131,7 @@ def main() -> None:
         check(EngineConfig(model="", max_num_seqs=slots, max_batched_tokens=2048, max_model_len=2000))
     small = EngineConfig(model="", max_num_seqs=50, max_batched_tokens=300, max_model_len=500)
     check(small, vocab_size=49152, head_dim=80)
+    check(small, num_ranks=3)
 
 
 if __name__ == "__main__":
