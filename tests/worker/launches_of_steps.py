@@ -126,7 +126,8 @@ def main() -> None:
     driver.set_active(Hopper())
     torch.cuda.set_device = lambda device: None
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+    torch.cuda.get_device_properties = lambda device=None: properties
     for slots in (1, 21, 250):
         check(EngineConfig(model="", max_num_seqs=slots, max_batched_tokens=2048, max_model_len=2000))
     small = EngineConfig(model="", max_num_seqs=50, max_batched_tokens=300, max_model_len=500)
