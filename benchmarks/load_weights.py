@@ -1,6 +1,7 @@
 """How fast a checkpoint of Qwen3-8B's shape is loaded, beside a plain parallel read of the same files.
 
     ./launch.sh bench load_weights [--folder DIR] [--device cuda] [--warm-only] [--write]
+    ./launch.sh bench load_weights --warm-only --piece-mib 1 2 4 8 --readers 8 12 16    # which sizes are best here
 
 Writes the checkpoint to --folder first (16.4 GB, kept for the next run), which must be on a local disk. The plain read
 has as many threads as the loader and reads pieces of the same size into memory that it throws away. `cold` is after the
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,12 @@ import report
 import torch
 from loading_phases import count_mapped_bytes, phases, watch_loading
 
-from paceline.model import staging
+from paceline.model import shard_reader, staging
 from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.ledger import get_parameter, tensor_targets
 from paceline.model.registry import MODEL_CLASSES
-from paceline.model.staging import PIECE_BYTES, num_readers
+from paceline.model.staging import num_readers
 from paceline.model.weights import load_model
 
 CONFIG = {
@@ -60,12 +62,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-only", action="store_true", help="leave out reading from the disk")
-    parser.add_argument("--readers", type=int, default=staging.READERS, help="at most so many threads a rank")
+    parser.add_argument(
+        "--readers", type=int, nargs="+", default=[staging.READERS], help="at most so many threads a rank"
+    )
+    parser.add_argument("--piece-mib", type=int, nargs="+", default=[staging.PIECE_BYTES >> 20], help="of each read")
     parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results")
     parser.add_argument("--rank", type=int, nargs=2, metavar=("RANK", "SIZE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    staging.READERS = arguments.readers
     if arguments.rank is not None:
+        choose(arguments.readers[0], arguments.piece_mib[0])
         load_as_rank(arguments.folder, arguments.device, *arguments.rank)
         return
     if int(os.environ.get("RANK", "0")) > 0:
@@ -74,10 +79,19 @@ def main() -> None:
     write_checkpoint(folder, {**CONFIG, "num_hidden_layers": arguments.layers})
     files = sorted(folder.glob("*.safetensors"))
     caches = (False,) if arguments.warm_only else (True, False)
-    figures = [figure for cold in caches for figure in measure(folder, files, cold, arguments)]
+    figures = []
+    for cold, piece_mib, readers in product(caches, arguments.piece_mib, arguments.readers):
+        choose(readers, piece_mib)
+        settings = {"cache": "cold" if cold else "warm", "threads": num_readers(), "piece_mib": piece_mib}
+        figures += [{**settings, **figure} for figure in measure(folder, files, cold, arguments)]
     if arguments.write:
-        settings = {"device": arguments.device, "layers": arguments.layers, "threads": num_readers()}
-        report.write("load_weights", {**settings, "figures": figures})
+        report.write("load_weights", {"device": arguments.device, "layers": arguments.layers, "figures": figures})
+
+
+def choose(readers: int, piece_mib: int) -> None:
+    """Have this process's loader and plain read use so many threads at most, and pieces of that size."""
+    staging.READERS = readers
+    staging.PIECE_BYTES = shard_reader.PIECE_BYTES = piece_mib << 20
 
 
 def measure(folder: Path, files: list[Path], cold: bool, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -88,10 +102,11 @@ def measure(folder: Path, files: list[Path], cold: bool, arguments: argparse.Nam
     plain = statistics.median(timed_plain_read(files, cold) for _ in range(arguments.rounds))
     size = sum(path.stat().st_size for path in files)
     print(
-        f"{cache}: plain read with {num_readers()} threads  {size / 1e9:.2f} GB  {plain:.2f} s  "
+        f"{cache}: plain read with {num_readers()} threads and pieces of {staging.PIECE_BYTES >> 20} MiB  "
+        f"{size / 1e9:.2f} GB  {plain:.2f} s  "
         f"{size / plain / 1e9:.2f} GB/s"
     )
-    yield {"cache": cache, "ranks": 0, "bytes": size, "seconds": plain}
+    yield {"ranks": 0, "bytes": size, "seconds": plain}
     for ranks in arguments.ranks:
         slowest = [max(results, key=_seconds) for results in run_rounds(folder, files, cold, ranks, arguments)]
         middle = sorted(slowest, key=_seconds)[len(slowest) // 2]
@@ -104,7 +119,7 @@ def measure(folder: Path, files: list[Path], cold: bool, arguments: argparse.Nam
         )
         if not cold:
             print("    " + ", ".join(f"{phase} {1000 * part:.0f} ms" for phase, part in middle["phases"].items()))
-        yield {"cache": cache, "ranks": ranks, **middle, "share_of_plain_read": rate * plain / size}
+        yield {"ranks": ranks, **middle, "share_of_plain_read": rate * plain / size}
 
 
 def _seconds(result: dict[str, Any]) -> float:
@@ -163,12 +178,12 @@ def timed_plain_read(files: list[Path], cold: bool) -> float:
 
 def plain_read(files: list[Path]) -> float:
     """Seconds to read all files once, in pieces that threads take in turn."""
-    pieces = iter([(path, start) for path in files for start in range(0, path.stat().st_size, PIECE_BYTES)])
+    pieces = iter([(path, start) for path in files for start in range(0, path.stat().st_size, staging.PIECE_BYTES)])
     descriptors = {path: os.open(path, os.O_RDONLY) for path in files}
     lock = threading.Lock()
 
     def work() -> None:
-        buffer = torch.zeros(PIECE_BYTES, dtype=torch.uint8).numpy().data
+        buffer = torch.zeros(staging.PIECE_BYTES, dtype=torch.uint8).numpy().data
         while True:
             with lock:
                 piece = next(pieces, None)
@@ -196,7 +211,7 @@ def run_rounds(
     The processes of all rounds are started first, since that takes longer than to load; then each waits for its round.
     """
     command = [sys.executable, __file__, "--folder", str(folder), "--device", arguments.device]
-    command += ["--readers", str(arguments.readers), "--rank"]
+    command += ["--readers", str(staging.READERS), "--piece-mib", str(staging.PIECE_BYTES >> 20), "--rank"]
     rounds = [
         [
             subprocess.Popen([*command, str(rank), str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import triton
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from paceline.kernels.stand_ins import StandIns, is_stand_in
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, dependent: bool = False, **options: Any) -> None:
@@ -20,21 +21,33 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, dependent: bool 
     """
     if dependent:  # not every backend knows the option
         options["launch_pdl"] = True
-    if any(isinstance(argument, FakeTensor) for argument in arguments):
-        types = (argument.dtype if isinstance(argument, FakeTensor) else argument for argument in arguments)
-        kernel.warmup(*types, grid=grid, **options)
+    if any(is_stand_in(argument) for argument in arguments):
+        seen = (_Pointer(argument) if is_stand_in(argument) else argument for argument in arguments)
+        kernel.warmup(*seen, grid=grid, **options)
     else:
         kernel[grid](*arguments, **options)
 
 
+class _Pointer:
+    """What Triton looks at in a tensor: a type, and an address that is as aligned as the tensor's will be."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        # Memory itself is aligned to more than counts.
+        self._address = int(tensor.storage_offset()) * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
 @contextmanager
 def compile_only(device: torch.device, num_threads: int) -> Iterator[None]:
-    """Within, nothing is computed: tensors that are made have a shape and no content, and `launch` compiles.
+    """Within, tensors that are made on the device are stand-ins without content, and `launch` compiles for them.
 
     The kernels are compiled side by side, and at the end all are loaded; the first that cannot be is raised.
     """
     with ThreadPoolExecutor(num_threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        with triton.AsyncCompileMode(pool) as mode, FakeTensorMode(allow_non_fake_inputs=True):
+        with triton.AsyncCompileMode(pool) as mode, StandIns(device):
             yield
         # Loading counts too: for that, some versions of Triton build a launcher of each kernel with a C compiler.
         list(pool.map(_load, mode.future_kernels.values()))
@@ -50,6 +63,14 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take on a GPU; on a CPU all it wants."""
+    if device.type != "cuda":
+        return 1 << 30
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.kernels.launch import dependent_launch, launch
+from paceline.kernels.launch import dependent_launch, launch, shared_memory
 
 MAX_ROWS = 8
 
@@ -87,8 +87,7 @@ def skinny_linear(
             dependent=pdl,
         )
     else:
-        block_m = max(8, triton.next_power_of_2(num_rows))
-        tile = _tile(num_columns, size)
+        tile = _tile(num_columns, size, gated, shared_memory(x.device))
         launch(
             _skinny_kernel,
             (triton.cdiv(num_columns, tile.columns),),
@@ -97,7 +96,7 @@ def skinny_linear(
             num_columns,
             eps,
             size,
-            block_m,
+            MAX_ROWS,
             tile.columns,
             tile.slices,
             tile.slice_len,
@@ -117,12 +116,18 @@ def _row_tile(num_columns: int, size: int) -> tuple[int, int, int]:
     return block_n, block_k, 4 if block_n * block_k <= 8192 else 8
 
 
-def _tile(num_columns: int, size: int) -> _Tile:
-    """The cut for 2 to MAX_ROWS rows: slices of 256, so many that one pass takes the inner dimension up to 2048."""
+def _tile(num_columns: int, size: int, gated: bool, most_bytes: int) -> _Tile:
+    """The cut for 2 to MAX_ROWS rows: slices of 256, so many that one pass takes the inner dimension up to 2048.
+
+    most_bytes: of shared memory, through which a pass of weights and rows goes; small GPUs lack it for slices of 256.
+    """
     if num_columns >= 32768:
         return _Tile(32, 4, 128)
     slices = 8 if size > 1024 else 4
-    return _Tile(16, slices, min(max(triton.next_power_of_2(size) // slices, 16), 256))
+    slice_len = min(max(triton.next_power_of_2(size) // slices, 16), 256)
+    if 2 * slices * slice_len * ((32 if gated else 16) + MAX_ROWS) > most_bytes:
+        slice_len //= 2
+    return _Tile(16, slices, slice_len)
 
 
 @triton.jit

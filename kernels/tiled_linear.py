@@ -37,6 +37,11 @@ class Tile:
     stages: int
     warps: int
 
+    def shared_bytes(self, gated: bool) -> int:
+        """Shared memory that a program takes, at the most."""
+        columns = 2 * self.columns if gated else self.columns
+        return 2 * self.stages * self.inner * (self.rows + columns)
+
 
 Tiles = Mapping[int, Tile]
 """A tile for each bucket of rows; buckets that are absent are the library's."""

@@ -11,7 +11,7 @@ TOTALS = tl.constexpr(5)
 """A row's int64: number and mass of the logits in the interval, of those above it, and the mass of the row."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["masses_ptr"])
 def survey_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,

@@ -8,7 +8,7 @@ import triton.language as tl
 from paceline.kernels.top_k_top_p_kernels import BOUNDS, TOTALS, fixed, limits, load, weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["masses_ptr"])
 def interval_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,

@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 
+from paceline.kernels.stand_ins import is_stand_in
 from paceline.model.errors import CollectiveError
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class SingleRank:
 class ProcessGroupCommunicator:
     """Ranks are processes of a torch.distributed group.
 
-    A fake tensor, which stands for a shape while kernels are compiled, is not exchanged. A collective that fails is a
+    What stands in for a tensor while kernels are compiled is not exchanged. A collective that fails is a
     CollectiveError.
     """
 
@@ -69,21 +69,18 @@ class ProcessGroupCommunicator:
         self.size = dist.get_world_size(group)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, FakeTensor):
-            _run(dist.all_reduce, tensor, group=self._group)
+        self._run(dist.all_reduce, tensor)
         return tensor
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, FakeTensor):
-            _run(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=self._group)
+        self._run(dist.all_reduce, tensor, op=dist.ReduceOp.MAX)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         # NCCL and gloo concatenate along the first dimension; ranks are brought to the last one here.
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        if not isinstance(tensor, FakeTensor):
-            _run(_all_gather_single, gathered.view(-1), tensor.view(-1), group=self._group)
+        self._run(_all_gather_single, gathered.view(-1), tensor.view(-1))
         return gathered.movedim(0, -2).reshape(*tensor.shape[:-1], -1)
 
     def close(self) -> None:
@@ -94,14 +91,15 @@ class ProcessGroupCommunicator:
         """
         self._group = None
 
-
-def _run(collective: Callable[..., object], *arguments: object, **options: object) -> None:
-    try:
-        collective(*arguments, **options)
-    except RuntimeError as error:
-        # Of "[…/pair.cc:537] Read error …: Connection reset by peer. This is typically caused by …" what has happened.
-        words = re.sub(r"^\[[^\]]*\]\s*", "", " ".join(str(error).split())).partition(". ")[0]
-        raise CollectiveError(f"a collective with the other ranks failed ({words})") from error
+    def _run(self, collective: Callable[..., object], *tensors: torch.Tensor, **options: object) -> None:
+        if is_stand_in(tensors[0]):
+            return
+        try:
+            collective(*tensors, group=self._group, **options)
+        except RuntimeError as error:
+            # Of "[…/pair.cc:537] Read error …: Connection reset by peer. This is typically …" what has happened.
+            words = re.sub(r"^\[[^\]]*\]\s*", "", " ".join(str(error).split())).partition(". ")[0]
+            raise CollectiveError(f"a collective with the other ranks failed ({words})") from error
 
 
 class _ThreadRank:

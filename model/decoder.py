@@ -6,7 +6,8 @@ A family's file says of what its layers are made; see qwen3.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -197,6 +198,19 @@ class CausalLM(nn.Module, ABC):
             hidden = hidden.index_select(0, ctx.logits_tokens)
             residual = None if residual is None else residual.index_select(0, ctx.logits_tokens)
         return hidden, residual
+
+    @contextmanager
+    def two_layers(self) -> Iterator[None]:
+        """Within, the model has its first two layers alone, which launch every kernel that all launch.
+
+        The first is given no residual stream; those after the second differ from it in their weights only.
+        """
+        layers = self.model.layers
+        self.model.layers = layers[:2]
+        try:
+            yield
+        finally:
+            self.model.layers = layers
 
     def logits(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """[N, vocab.padded] on this rank's part of the vocabulary; columns from vocab.length on mean nothing."""

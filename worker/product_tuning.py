@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from paceline.kernels.launch import shared_memory
 from paceline.kernels.linear import linear
 from paceline.kernels.tiled_linear import MAX_BUCKET, MIN_BUCKET, Tile, candidate_tiles
 from paceline.model.decoder import CausalLM
@@ -54,6 +55,9 @@ class ProductTuner:
 
     def measure(self, seconds: Measure) -> None:
         """Find the fastest way of the unknown products, and keep it in the cache."""
+        for name in self.unknown[:1]:
+            # For nothing: a GPU that had no work runs slower than it will.
+            self._seconds(_more_than_cached(self._products[name]), MAX_BUCKET, seconds)
         for name in self.unknown:
             layers = _more_than_cached(self._products[name])
             self._choices[name] = {bucket: _fastest(self._seconds(layers, bucket, seconds)) for bucket in BUCKETS}
@@ -67,9 +71,12 @@ class ProductTuner:
                 layer.tiles = tiles
 
     def _seconds(self, layers: Sequence[Layer], bucket: int, seconds: Measure) -> dict[Tile | None, float]:
-        """How long the layers take one after the other, for the library (None) and each tile."""
+        """How long the layers take one after the other, for the library (None) and each tile that the GPU can hold."""
         weight = layers[0].weight
-        x = torch.empty((bucket, weight.shape[1]), dtype=weight.dtype, device=weight.device).normal_()
+        gated = isinstance(layers[0], GatedColumnParallelLinear)
+        most_bytes = shared_memory(weight.device)
+        tiles = [tile for tile in candidate_tiles(bucket) if tile.shared_bytes(gated) <= most_bytes]
+        x = torch.randn((bucket, weight.shape[1]), dtype=weight.dtype, device=weight.device)
 
         def launches() -> None:
             for layer in layers:
@@ -79,7 +86,7 @@ class ProductTuner:
                     layer(self._norm, x, x)
 
         figures: dict[Tile | None, float] = {}
-        for tile in (*candidate_tiles(bucket), None):
+        for tile in (*tiles, None):
             for layer in layers:
                 layer.tiles = {} if tile is None else {bucket: tile}
             figures[tile] = seconds(launches)

@@ -104,8 +104,12 @@ class Sampler:
 
         Depends on nothing that the host knows of the rows, so that a CUDA graph can hold it.
         """
+        return token_ids_of(self._communicator.all_reduce_max(self.draw(logits)))
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """What `choose` takes the maximum of over ranks: keys [R] int64 of the best ids of this rank's shard."""
         state = self._state
-        keys = gumbel_argmax(
+        return gumbel_argmax(
             logits,
             state.temperature,
             state.seeds,
@@ -115,7 +119,6 @@ class Sampler:
             self._vocab.length,
             self._arrivals,
         )
-        return token_ids_of(self._communicator.all_reduce_max(keys))
 
     def sample(
         self, logits: torch.Tensor, rows: HostRows, masks: Sequence[tuple[int, bytes]] = (), *, report: bool = True
@@ -264,11 +267,13 @@ class Sampler:
         mine = torch.nn.functional.pad(mine, (0, padding), value=float("-inf"))
         return logits.float().index_copy_(0, filtered.index, mine)
 
-    def compile_filters(self) -> None:
-        """Within `compile_only`: compile what `_filter` launches."""
-        state = self._state
-        settings = (each[:1] for each in (state.temperature, state.top_k, state.top_p, state.min_p))
-        filter_logits(torch.empty((1, self._vocab_size), device=state.device), *settings)
+    def compile_rules(self, num_rows: int) -> None:
+        """Within `compile_only`: compile what so many rows launch where any has rules that make logits float32."""
+        device = self._state.device
+        index = torch.arange(num_rows, device=device)
+        everyone = _Group(list(range(num_rows)), index, index.int())
+        logits = torch.empty((num_rows, self._vocab.padded), dtype=torch.float32, device=device)
+        self.draw(self._filter(logits, everyone))
 
     def _gather(self, logits: torch.Tensor) -> torch.Tensor:
         """The whole vocabulary's logits [n, vocab_size] of local ones [n, W]; every rank's shard starts at rank * W."""

@@ -54,16 +54,17 @@ class GraphShapes:
 
     def typical(self) -> list[StepShape]:
         """A few of them that together launch every variant of a kernel: powers of two, the smallest and the largest."""
-        everything = self.all()
-        typical = [
-            shape
-            for shape in everything
-            if not shape.has_prefills and (shape.num_rows.bit_count() == 1 or shape.num_rows == self._rows[-1])
-        ]
+        ends: set[StepShape] = set()
         for rows in self._rows_with_prompts:
-            of_rows = [shape for shape in everything if shape.has_prefills and shape.num_rows == rows]
-            typical += of_rows[:1] + of_rows[1:][-1:]
-        return typical
+            of_rows = [shape for shape in self.all() if shape.has_prefills and shape.num_rows == rows]
+            ends |= {*of_rows[:1], *of_rows[-1:]}
+        return [shape for shape in self.all() if shape in ends or self._is_typical(shape)]
+
+    def _is_typical(self, shape: StepShape) -> bool:
+        power_of_two = shape.num_tokens.bit_count() == 1
+        if shape.has_prefills:
+            return power_of_two and shape.num_rows == 1
+        return power_of_two or shape.num_rows == self._rows[-1]
 
 
 class StepGraphs(Generic[Result]):

@@ -204,10 +204,15 @@ class Worker:
         A kernel's variants follow from the types and widths of the model and from powers of two of the rows. What is
         missed here is compiled when it is first launched.
         """
-        with self._compile_only():
-            for shape in GraphShapes(self.state.num_slots, self._config.max_batched_tokens).typical():
-                self._launch_step(shape)
-            self._sampler.compile_filters()
+        with self._compile_only(), self._model.two_layers():
+            shapes = GraphShapes(self.state.num_slots, self._config.max_batched_tokens).typical()
+            for shape in shapes:
+                # As in _launch_step, but for what makes ids of the keys: of such operations torch finds the shape by
+                # code that imports its compiler, for as long as all of this takes.
+                keys = self._sampler.draw(self._model.logits(*self._launch_hidden(shape)))
+                self.state.advance(shape, keys)
+            for num_rows in {shape.num_rows for shape in shapes}:
+                self._sampler.compile_rules(num_rows)
 
     def _mask_of_all(self) -> bytes:
         """A mask that forbids no token."""

@@ -154,7 +154,8 @@ def main() -> None:
     driver.set_active(Hopper())
     torch.cuda.set_device = lambda device: None
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=MAX_SHARED_BYTES)
+    torch.cuda.get_device_properties = lambda device=None: properties
     with compile_only(torch.device("cuda", 0), len(os.sched_getaffinity(0))):
         call_all()  # a kernel that takes more shared memory than there is cannot be loaded
     kernels = find_kernels()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from paceline.kernels import skinny_linear as skinny
 from paceline.kernels.linear import norm_gated_linear, norm_linear
 from paceline.kernels.skinny_linear import MAX_ROWS, skinny_linear
 
@@ -69,6 +70,18 @@ def test_kernel(
     expected = exact(total.cpu(), weight, bias, norm_weight, gated)
     # Rows are rounded after the norm's weight, and the result is.
     torch.testing.assert_close(out.double().cpu(), expected, rtol=2**-6, atol=2**-6)
+
+
+def test_a_gpu_of_little_shared_memory_takes_shorter_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ada's do, of 99 KiB, for the gated product of a wide model."""
+    launched = []
+    monkeypatch.setattr(skinny, "launch", lambda *arguments, **options: launched.append(arguments))
+    for kibibytes in (227, 99):
+        monkeypatch.setattr(skinny, "shared_memory", lambda _, kibibytes=kibibytes: kibibytes << 10)
+        skinny_linear(torch.empty(4, 4096), torch.empty(64, 4096), gated=True)
+    names = skinny._skinny_kernel.arg_names
+    slices = [dict(zip(names, arguments[2:], strict=True))["SLICE"] for arguments in launched]
+    assert slices == [256, 128]
 
 
 @pytest.mark.parametrize("gated", [True, False])

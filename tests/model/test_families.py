@@ -124,3 +124,26 @@ def test_only_the_rows_asked_for_get_logits(tiny: Callable) -> None:
 
 def test_every_architecture_of_the_config_has_a_class() -> None:
     assert FAMILIES.keys() == MODEL_CLASSES.keys()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_layers_after_the_second_are_of_its_kind(family: str, tiny: Callable) -> None:
+    """Kernels are compiled for the first two layers alone."""
+    config = ModelConfig.from_folder(tiny(family, num_hidden_layers=4).folder)
+    model = MODEL_CLASSES[config.architecture](config, SingleRank(), torch.bfloat16, 64)
+
+    def kind(layer: torch.nn.Module) -> list[Any]:
+        """Types, settings and shapes; neither the layer's number nor values."""
+        settings = [
+            (type(module), name, value)
+            for module in layer.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, (int, float, str)) and name != "_layer_index"
+        ]
+        return settings + [(name, value.shape, value.dtype) for name, value in layer.named_parameters()]
+
+    whole = list(model.model.layers)
+    assert kind(whole[1]) == kind(whole[2]) == kind(whole[3])
+    with model.two_layers():
+        assert list(model.model.layers) == whole[:2]
+    assert list(model.model.layers) == whole

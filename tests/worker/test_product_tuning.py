@@ -16,8 +16,9 @@ from paceline.kernels.tiled_linear import Tile, candidate_tiles
 from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import CausalLM
-from paceline.model.linear import GatedColumnParallelLinear
+from paceline.model.linear import GatedColumnParallelLinear, RowParallelLinear
 from paceline.model.weights import load_model
+from paceline.worker import product_tuning
 from paceline.worker.product_tuning import BUCKETS, Layer, ProductTuner
 from paceline.worker.tuning_cache import TuningCache
 
@@ -71,6 +72,19 @@ def test_the_fastest_is_taken_by_all_layers_of_a_kind(model: CausalLM, tmp_path:
 def test_a_hundredth_is_no_gain(model: CausalLM, tmp_path: Path) -> None:
     tune(model, tmp_path, Stopwatch(model, {64: candidate_tiles(64)[1]}, gain=0.99))
     assert tiles_of_gated(model) == [{}, {}]
+
+
+def test_a_tile_that_the_gpu_cannot_hold_is_not_tried(
+    model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gated product holds the tiles of two weights."""
+    tile = candidate_tiles(128)[2]
+    assert tile.shared_bytes(gated=False) == 4 * 64 * (128 + 128) * 2
+    monkeypatch.setattr(product_tuning, "shared_memory", lambda _: tile.shared_bytes(gated=True) - 1)
+    tune(model, tmp_path, Stopwatch(model, {128: tile}))
+    assert tiles_of_gated(model) == [{}, {}]
+    others = [dict(layer.tiles) for layer in model.modules() if isinstance(layer, RowParallelLinear)]
+    assert others == [{128: tile}] * 4
 
 
 def test_it_is_measured_once(model: CausalLM, tmp_path: Path) -> None:

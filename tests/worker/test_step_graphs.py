@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.messages import Admission, RowSampling, StepPlan, StepRows
@@ -58,7 +60,7 @@ def test_all_shapes_are_those_that_steps_take(max_rows: int, max_tokens: int) ->
     assert shapes.round(StepShape(max_tokens + 1, 1, has_prefills=True)) is None
     typical = shapes.typical()
     assert set(typical) <= set(listed)
-    assert len(typical) <= 16
+    assert len(typical) <= 22
     assert {each.num_rows.bit_length() for each in typical} == {each.num_rows.bit_length() for each in listed}
 
 
@@ -126,3 +128,29 @@ def test_graphs_give_what_the_kernels_give_one_by_one(
         assert torch.equal(cache == 0, expected == 0)
     again, _ = run(by_graph)
     assert again == ids
+
+
+@pytest.mark.gpu
+def test_nothing_is_compiled_after_the_start_has_compiled(
+    tiny: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the warm-up and the graphs nor for steps, with rules or without."""
+    config = EngineConfig(
+        model=str(tiny("qwen3").folder), device="cuda", dtype="bfloat16", max_num_seqs=SLOTS, num_blocks=4 * SLOTS,
+        max_model_len=64,
+    )  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    late: list[str] = []
+
+    def note(*, repr: str, **_: object) -> None:
+        late.append(repr)
+
+    def compile_kernels(worker: Worker, real: Callable[[Worker], None] = Worker._compile_kernels) -> None:
+        real(worker)
+        monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+
+    monkeypatch.setattr(Worker, "_compile_kernels", compile_kernels)
+    worker = Worker(config, RankGroup(config, environment={}))
+    for plan in script():
+        worker.execute(plan).result()
+    assert late == []

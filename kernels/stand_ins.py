@@ -1,0 +1,57 @@
+"""Tensors that have a shape and no content, in the place of a GPU's, so that kernels can be compiled without being run.
+
+torch's FakeTensorMode does the same and more, but imports a compiler, which takes as long as all of torch, and some of
+its versions refuse parameters of a class of one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_any, tree_map_only
+
+_DEVICE = torch.Tensor.device.__get__
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
+
+class StandIns(TorchFunctionMode):
+    """Within, in this thread, tensors that are made on a device stand for those that would be made.
+
+    They are tensors of torch's meta device that say they are on the GPU. What is computed of any of them is one, and
+    nothing is computed; operations on none of them are carried out. The contents of other tensors never change by them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if tree_any(is_stand_in, (args, kwargs)):
+            if func == _DEVICE:
+                return self._device
+            if func == _IS_CUDA:
+                return True
+            args, kwargs = tree_map_only(torch.Tensor, _without_content, (args, kwargs))
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == self._device.type:
+            kwargs = kwargs | {"device": "meta"}
+        return func(*args, **kwargs)
+
+
+def is_stand_in(argument: object) -> bool:
+    """Whether it is a tensor without content."""
+    return isinstance(argument, torch.Tensor) and argument.is_meta
+
+
+def _without_content(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")

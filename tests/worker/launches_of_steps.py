@@ -1,0 +1,139 @@
+"""What the start of an engine on a GPU compiles, against what steps launch; test_launches.py runs it without a GPU.
+
+No kernel is compiled: Triton asks a hook first, which notes what for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from paceline.coordinator.config import EngineConfig
+from paceline.kernels.stand_ins import StandIns
+from paceline.kernels.tiled_linear import candidate_tiles
+from paceline.model.communicator import Communicator, ProcessGroupCommunicator, SingleRank
+from paceline.model.config import ModelConfig
+from paceline.model.registry import MODEL_CLASSES
+from paceline.model.shard_plan import ShardPlan
+from paceline.worker.batch_state import BatchState, StepShape
+from paceline.worker.product_tuning import BUCKETS, Layer
+from paceline.worker.sampler import Sampler, _Group
+from paceline.worker.step_graphs import GraphShapes
+from paceline.worker.worker import Worker
+
+GPU = torch.device("cuda", 0)
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+MODEL = HEADS | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+class Hopper:
+    """What Triton asks of a GPU's driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Noted:
+    """A hook of Triton's, by which nothing is compiled, and the variants of kernels that it was called for."""
+
+    def __init__(self) -> None:
+        self.variants: set[str] = set()
+
+    def __call__(self, *, key: str, fn: SimpleNamespace, **_: object) -> bool:
+        self.variants.add(f"{fn.name} {key}")
+        return True
+
+
+def last_of(num_ranks: int) -> Communicator:
+    """The last rank of a group that exchanges nothing, as stand-ins are not exchanged."""
+    comm = SingleRank() if num_ranks == 1 else object.__new__(ProcessGroupCommunicator)
+    comm.rank, comm.size = num_ranks - 1, num_ranks
+    return comm
+
+
+def worker_of(config: ModelConfig, engine: EngineConfig, comm: Communicator) -> Worker:
+    """A worker that has a model and all else that steps need, without memory."""
+    worker = object.__new__(Worker)
+    worker._config = engine
+    worker._ranks = SimpleNamespace(device=GPU, rank=comm.rank, size=comm.size)
+    worker._plan = ShardPlan(config, comm.size)
+    worker.model_config = config
+    worker._dtype = torch.bfloat16
+    worker._model = MODEL_CLASSES[config.architecture](config, comm, torch.bfloat16, engine.max_model_len)
+    worker.state = BatchState(engine.max_num_seqs, engine.max_model_len, engine.block_size, GPU)
+    worker._sampler = Sampler(worker.state, comm, worker._model.vocab, config.vocab_size)
+    worker._kv_caches = worker._make_caches(100)
+    for module in worker._model.modules():
+        if isinstance(module, Layer):
+            module.tiles = {bucket: candidate_tiles(bucket)[0] for bucket in BUCKETS}
+    return worker
+
+
+def noted(body: Callable[[], None]) -> set[str]:
+    """The variants that a function's launches need."""
+    triton.knobs.runtime.jit_cache_hook = hook = Noted()
+    with torch.inference_mode(), StandIns(GPU):
+        body()
+    return hook.variants
+
+
+def launch_all_steps(worker: Worker) -> None:
+    """Steps of every shape that has a graph, and some that are too large; draws and filters by rules of any rows."""
+    most = worker.state.num_slots
+    shapes = GraphShapes(most, worker._config.max_batched_tokens).all()
+    for shape in [*shapes, StepShape(5000, 1, True), StepShape(5001, most, True)]:
+        worker._launch_step(shape)
+    for num_rows in sorted({1, min(3, most), most // 3 + 1, most}):
+        logits = torch.empty((num_rows, worker._model.vocab.padded), dtype=torch.float32, device=GPU)
+        index = torch.arange(num_rows, device=GPU)
+        filtered = _Group(list(range(num_rows)), index, worker.state.slots(most)[index])
+        worker._sampler.choose(worker._sampler._filter(logits, filtered))
+
+
+def check(engine: EngineConfig, num_ranks: int = 1, **changes: object) -> None:
+    config = ModelConfig.from_dict(MODEL | changes)
+    with StandIns(GPU):
+        worker = worker_of(config, engine, last_of(num_ranks))
+    compiled = noted(worker._compile_kernels)
+    missed = noted(lambda: launch_all_steps(worker)) - compiled
+    if missed:
+        raise RuntimeError("the start does not compile:\n" + "\n".join(sorted(missed)))
+    print(f"{len(compiled)} variants")
+
+
+def main() -> None:
+    driver.set_active(Hopper())
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+    torch.cuda.get_device_properties = lambda device=None: properties
+    for slots in (1, 21, 250):
+        check(EngineConfig(model="", max_num_seqs=slots, max_batched_tokens=2048, max_model_len=2000))
+    small = EngineConfig(model="", max_num_seqs=50, max_batched_tokens=300, max_model_len=500)
+    check(small, vocab_size=49152, head_dim=80)
+    check(small, num_ranks=3)
+
+
+if __name__ == "__main__":
+    main()
