@@ -334,6 +334,18 @@ def speak() -> Callable[..., Tokenizer]:
 
 
 @pytest.fixture
+def pass_seconds() -> Callable[[float], None]:
+    """pass_seconds(number): the running event loop's clock, by which requests time out, goes forward by so many."""
+
+    def go_forward(seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        clock = loop.time
+        loop.time = lambda: clock() + seconds
+
+    return go_forward
+
+
+@pytest.fixture
 def on_a_socket() -> Callable[[FastAPI], Any]:
     """on_a_socket(app): `async with` it, the application on uvicorn at the address it gives."""
     import uvicorn
