@@ -25,6 +25,6 @@ def test_a_signal_blames_no_rank(default_model: Any, number: signal.Signals) -> 
     assert process.stdout is not None
     assert process.stdout.read(1)  # it is under way
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 128 + number
     assert [line for line in errors.splitlines() if "loaded 0." not in line] == []
