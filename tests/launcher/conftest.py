@@ -1,4 +1,4 @@
-"""The default model, made once a session by two processes at once; a scripted server for the clients; a browser."""
+"""The default model, and one made by two processes at once; a scripted server for the clients; a browser."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from paceline.launcher.default_model import default_model_path
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -57,9 +59,9 @@ def made_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeModel]:
 
 
 @pytest.fixture(scope="session")
-def default_model(made_model: MadeModel) -> Path:
-    """Folder of the default model's checkpoint."""
-    return made_model.folder
+def default_model() -> Path:
+    """Folder of the default model's checkpoint, in the user's cache, where the whole test run makes it once."""
+    return default_model_path()
 
 
 class StubServer:
