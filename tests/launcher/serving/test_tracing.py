@@ -51,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.server.paths.append(self.path)
         self.server.bodies.append(self.rfile.read(int(self.headers["content-length"])))
-        self.server.may_answer.wait(30)
+        self.server.may_answer.wait(10)
         self.server.answered += 1
         self.send_response(503 if self.server.broken else 200)
         self.end_headers()
