@@ -52,6 +52,8 @@ class EchoEngine:
             devices=("cpu · 2 threads",) * 2,
         )
         self.failure: str | None = None
+        self.fails_after: int | None = None
+        """The engine fails once it has said so many tokens."""
         self.grammar_error: str | None = None
         """How every request by a grammar ends, after its first token."""
         self.script: Sequence[int] | None = None
@@ -109,6 +111,8 @@ class EchoEngine:
                 ids = said[place : place + self.tokens_at_once]
                 place += len(ids)
                 self.generated += len(ids)
+                if self.fails_after is not None and self.generated >= self.fails_after:
+                    self.failure = "rank 3 died"
                 enders = {*params.stop_token_ids, *(() if params.ignore_eos else self.info.end_ids)}
                 stop = next((token for token in ids if token in enders), None)
                 if stop is not None:
