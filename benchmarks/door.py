@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results")
     arguments = parser.parse_args()
     rounds = 1 if arguments.quick else arguments.rounds
-    loads = (Load(streams=8, rate=50, tokens=20, probes=5),) if arguments.quick else LOADS
+    loads = (Load(streams=8, rate=50, tokens=50, probes=5),) if arguments.quick else LOADS
     figures: dict[str, Any] = {"loads": []}
     with running_front() as front:
         idle = idle_door(front, 20 if arguments.quick else 300)
@@ -157,8 +157,8 @@ def running_front() -> Iterator[Front]:
             clients[-1].start()
         try:
             stub.start()
-            if not stub.ready.wait(60):
-                raise TimeoutError("the HTTP process did not start within a minute")
+            if not stub.ready.wait(120):
+                raise TimeoutError("the HTTP process did not start within two minutes")
             yield Front(process.pid, stub, pipes[0], pipes[1])
             for pipe in pipes:
                 pipe.send(None)

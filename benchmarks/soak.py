@@ -31,7 +31,7 @@ import report
 CLIENTS = 64
 LEAVERS = 30
 PROMPT_WORDS = 60
-SETTLE_SECONDS = 5.0
+SETTLE_SECONDS = 30.0
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,10 @@ _GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 if _GPUS == 0:
     # Triton reads this when a kernel is decorated, so it must be set before any test imports one.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# The same examples in every run, however slow the machine.
+settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

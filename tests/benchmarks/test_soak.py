@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 
 def test_b53_clients_that_leave_in_every_way_leave_nothing(tiny: Callable[..., Any]) -> None:
     path = os.pathsep.join(filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", "8"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", "3"]
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
     result = subprocess.run(
-        [*command, "--model", str(tiny("llama").folder)], capture_output=True, text=True, env=environment, timeout=120
+        [*command, "--model", str(tiny("llama").folder)], capture_output=True, text=True, env=environment, timeout=240
     )
     assert result.returncode == 0, result.stdout + result.stderr
     figures = dict(line.rsplit(maxsplit=1) for line in result.stdout.splitlines())

@@ -32,7 +32,7 @@ def run(folder: Path, *arguments: str, ranks: int = 1) -> subprocess.CompletedPr
     path = os.pathsep.join(filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *torchrun, *script, *arguments], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, *torchrun, *script, *arguments], capture_output=True, text=True, env=environment, timeout=240
     )
 
 

@@ -180,11 +180,11 @@ def test_waiting_takes_no_processor_time_on_either_side(connect: Connect) -> Non
     for step in range(3):
         writer.send(StepPlan(step))
         reader.receive()
-    start = time.process_time()
+    start = time.thread_time()
     assert reader.receive(timeout=0.7) is None
     with pytest.raises(EngineError, match="did not carry out step 0"):
         writer.wait_acknowledged(0, timeout=0.7)
-    assert time.process_time() - start < 0.05
+    assert time.thread_time() - start < 0.05
 
 
 def test_a_full_ring_blocks_the_writer_until_the_slowest_reader_makes_room(

@@ -1,4 +1,4 @@
-"""The default model, made once a session by two processes at once; a scripted server for the clients; a browser."""
+"""The default model, and one made by two processes at once; a scripted server for the clients; a browser."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from paceline.launcher.default_model import default_model_path
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -57,9 +59,9 @@ def made_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeModel]:
 
 
 @pytest.fixture(scope="session")
-def default_model(made_model: MadeModel) -> Path:
-    """Folder of the default model's checkpoint."""
-    return made_model.folder
+def default_model() -> Path:
+    """Folder of the default model's checkpoint, in the user's cache, where the whole test run makes it once."""
+    return default_model_path()
 
 
 class StubServer:
@@ -82,6 +84,8 @@ class StubServer:
         self.script: Callable[[dict[str, Any]], Any] = lambda body: stub_answer(body)
         self.pause = 0.0
         """Seconds before each event."""
+        self.may_answer: Callable[[], bool] = lambda: True
+        """An answer waits until this is so."""
         self.running = 0
         self.most_running = 0
 
@@ -118,6 +122,8 @@ class StubServer:
             await self._whole(send, 400, {"error": {"message": f"unknown field {field!r}", "param": field}})
             return
         answer = self.script(body)
+        while not self.may_answer():
+            await asyncio.sleep(0.005)
         if isinstance(answer, tuple):
             await self._whole(send, *answer)
         elif isinstance(answer, dict):
@@ -198,8 +204,9 @@ def chromium() -> Iterator[Browser]:
     path = next((found for name in names if (found := shutil.which(name)) is not None), None)
     if path is None:
         pytest.skip(f"needs a browser, none of {', '.join(names)} is installed")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=60_000)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(CHROMIUM_SWITCHES))
         yield browser
@@ -222,7 +229,7 @@ def open_page(chromium: Browser) -> Iterator[OpenPage]:
             context = chromium.new_context(**options)
             stack.callback(context.close)
             page = context.new_page()
-            page.set_default_timeout(10_000)
+            page.set_default_timeout(60_000)
             if not expect_errors:
                 # The browser itself logs each answer of status 400 and more.
                 page.on("console", lambda said: complaints.append(said.text) if said.type != "log" else None)

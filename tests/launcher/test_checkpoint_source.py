@@ -60,7 +60,7 @@ class Hub:
         environment |= {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(self.cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         environment |= {"HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", **settings}
         client = subprocess.run(
-            [sys.executable, "-c", RESOLVE, *arguments], env=environment, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", RESOLVE, *arguments], env=environment, capture_output=True, text=True, timeout=240
         )
         assert client.returncode == 0, client.stderr
         return client.stdout.rstrip("\n")

@@ -23,6 +23,13 @@ WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a45524
 
 
 @pytest.fixture(scope="module")
+def default_model(made_model: Any) -> Path:
+    """The one made here, whatever the user's cache holds."""
+    folder: Path = made_model.folder
+    return folder
+
+
+@pytest.fixture(scope="module")
 def tokenizer(default_model: Path) -> Any:
     return AutoTokenizer.from_pretrained(default_model)
 

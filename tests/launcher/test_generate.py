@@ -142,7 +142,7 @@ def test_a_mistake_ends_every_rank(mistake: str) -> None:
         [sys.executable, "-m", "paceline.launcher.start", "generate", "--tp", "2", "--device", "cpu", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert result.returncode == EXIT_BAD_INPUT
     assert words in result.stderr
@@ -157,7 +157,7 @@ def test_a_full_disk_is_one_line(default_model: Path) -> None:
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=120,
+            timeout=240,
         )
     assert result.returncode == 1
     assert "No space left on device" in result.stderr
@@ -169,7 +169,7 @@ def test_help_appears_once() -> None:
         [sys.executable, "-m", "paceline.launcher.start", "generate", "--tp", "2", "--help"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert result.returncode == 0
     assert result.stdout.count("usage: paceline generate") == 1

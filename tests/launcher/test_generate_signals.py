@@ -42,7 +42,7 @@ class Generate:
 
     def end(self) -> tuple[int, list[str]]:
         """Exit status, and standard error's lines without those of the start."""
-        _, errors = self.process.communicate(timeout=60)
+        _, errors = self.process.communicate(timeout=240)
         return self.process.returncode, [line for line in errors.splitlines() if line and "loaded 0." not in line]
 
 

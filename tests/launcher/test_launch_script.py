@@ -73,7 +73,7 @@ class Checkout:
     def run(self, *arguments: str, script: Path | None = None, **settings: str) -> tuple[int, str, str]:
         """Exit code, standard output and standard error."""
         process = self.start(*arguments, script=script, **settings)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=240)
         return process.returncode, output, errors
 
 
@@ -119,7 +119,7 @@ def test_second_run_is_silent_and_installs_nothing(checkout: Checkout) -> None:
 
 def test_two_first_runs_at_once_set_up_once(checkout: Checkout) -> None:
     processes = [checkout.start("setup") for _ in range(3)]
-    assert [process.wait(timeout=60) for process in processes] == [0, 0, 0]
+    assert [process.wait(timeout=240) for process in processes] == [0, 0, 0]
     assert len(checkout.calls) == 2
 
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.launcher.structured_output import choice, json_schema, regex
+from paceline.worker.ranks import COLLECTIVE_TIMEOUT
 
 REFERENCE = json.loads((Path(__file__).parent.parent / "reference" / "smollm2_greedy.json").read_text())
 
@@ -25,14 +25,13 @@ RunRanks = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> RunRanks:
-    """run_ranks(n, script, *arguments): run a script's text under torchrun on n ranks, on the CPU."""
+    """run_ranks(n, script, *arguments): run a script's text on n ranks, on the CPU; several of them under torchrun."""
 
     def run(size: int, script: str, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
-        return subprocess.run(
-            torchrun(size, str(path), *arguments), capture_output=True, text=True, timeout=timeout, env=environment()
-        )
+        command = torchrun(size, str(path), *arguments) if size > 1 else [sys.executable, str(path), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment())
 
     return run
 
@@ -67,11 +66,13 @@ def answers(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_default_model_equals_transformers(size: int, run_ranks: RunRanks, default_model: Path) -> None:
+@pytest.mark.parametrize(("size", "length"), [(1, 64), (2, 24), (3, 24), (4, 24)])
+def test_the_default_model_equals_transformers(
+    size: int, length: int, run_ranks: RunRanks, default_model: Path
+) -> None:
     """SmolLM2 has 9 heads and 3 KV heads: 2 and 4 ranks hold padded head groups."""
     cases = REFERENCE["cases"]
-    rules = {"temperature": 0, "max_tokens": 64, "logprobs": 0}
+    rules = {"temperature": 0, "max_tokens": length, "logprobs": 0}
     job = {
         "model": str(default_model),
         "prompts": [case["prompt_ids"] for case in cases],
@@ -80,8 +81,8 @@ def test_the_default_model_equals_transformers(size: int, run_ranks: RunRanks, d
     }
     *got, _ = answers(run_ranks(size, GENERATE, json.dumps(job)))
     for case, answer in zip(cases, got, strict=True):
-        assert answer["token_ids"] == case["output_ids"], case["prompt"]
-        difference = max(abs(a - b) for a, b in zip(answer["logprobs"], case["logprobs"], strict=True))
+        assert answer["token_ids"] == case["output_ids"][:length], case["prompt"]
+        difference = max(abs(a - b) for a, b in zip(answer["logprobs"], case["logprobs"][:length], strict=True))
         assert difference < 1e-3
 
 
@@ -199,7 +200,8 @@ FAIL_ON_RANK_1 = """
 
 
 def test_an_error_on_one_rank_is_named_and_ends_all(run_ranks: RunRanks, tiny: Callable[..., Any]) -> None:
-    result = run_ranks(2, FAIL_ON_RANK_1, str(tiny("llama").folder), timeout=60)
+    # Sooner than a collective gives up by itself.
+    result = run_ranks(2, FAIL_ON_RANK_1, str(tiny("llama").folder), timeout=COLLECTIVE_TIMEOUT.total_seconds() - 10)
     assert result.returncode != 0
     assert "rank 1 failed: RuntimeError: the tenth screw is loose" in result.stderr
 
@@ -234,6 +236,7 @@ ENDLESS = """
     llm = LLM(sys.argv[1], device="cpu", max_model_len=500)
     while True:
         llm.generate([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
+        os.write(1, b"again\\n")
 """
 
 
@@ -246,11 +249,9 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, tiny: Callable[
     ) as process:
         assert process.stdout is not None
         ranks = [int(process.stdout.readline()) for _ in range(2)]
-        time.sleep(8)
+        assert process.stdout.readline() == "again\n"  # rank 0 has had an answer
         victim = next(pid for pid in ranks if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
         os.kill(victim, signal.SIGKILL)
-        start = time.monotonic()
-        _, stderr = process.communicate(timeout=30)
-    assert time.monotonic() - start < 10
+        _, stderr = process.communicate(timeout=COLLECTIVE_TIMEOUT.total_seconds() / 2)
     assert process.returncode != 0
     assert f"rank 1 (process {victim}) ended unexpectedly" in stderr

@@ -70,7 +70,7 @@ def test_a_terminal_sees_the_progress(tiny: Callable[..., Any]) -> None:
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     command = [sys.executable, "-m", "paceline.launcher", "verify", str(tiny("llama").folder)]
-    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=theirs, timeout=60, check=True)
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=theirs, timeout=240, check=True)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
     os.close(theirs)

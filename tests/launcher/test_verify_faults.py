@@ -141,7 +141,7 @@ def run_ranks(tmp_path: Path, script: str, *arguments: str) -> list[Any]:
     path.write_text(textwrap.dedent(script))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=120)
+    result = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=240)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -183,10 +183,14 @@ SLOW = """
 
     ranks = RankGroup(EngineConfig(model="", tensor_parallel_size=2, device="cpu"))
     read, reads = StoredTensor.read, []
+    told = sys.argv[1] + " told"
 
     def slowly(self, box, buffer):
         reads.append(time.time())
-        time.sleep(2.0 if ranks.rank == 0 else 0.0)
+        if ranks.rank == 0:
+            while not os.path.exists(told):
+                time.sleep(0.01)
+            time.sleep(1.0)
         return read(self, box, buffer)
 
     class Told:
@@ -198,6 +202,7 @@ SLOW = """
         def set(self):
             Told.seen_at = Told.seen_at or time.time()
             self.stop.set()
+            open(told, "w").close()
 
     StoredTensor.read = slowly
     try:
@@ -212,15 +217,16 @@ SLOW = """
 """
 
 
-def test_a_rank_that_still_reads_stops_within_5_seconds_of_anothers_fault(
+def test_a_rank_that_still_reads_stops_soon_after_anothers_fault(
     damaged: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
 ) -> None:
+    """Its first reads last until the other rank has told of the fault, and each a second longer."""
     folder = damaged("nan", put_element(Q_PROJ, (40, 3), float("nan")))
     slow, seeing = sorted(run_ranks(tmp_path, SLOW, str(folder)), key=lambda line: line["rank"])
     assert slow["message"] == seeing["message"]
     assert slow["message"].startswith("rank 1: checkpoint")
-    assert len(slow["reads"]) < 10  # of 20 tensors, which would have taken it 20 s
-    # A read takes 2 s here, and each of its readers begins at most two more: counted, as a busy machine ends later.
+    assert len(slow["reads"]) < 10  # of 20 tensors
+    # Each of its readers begins at most two more.
     assert sum(begun > seeing["seen_at"] for begun in slow["reads"]) <= 2 * num_readers()
     assert slow["seen_at"] is None
 
@@ -231,7 +237,7 @@ def test_verify_and_its_ranks_end_with_one_line(
     folder = damaged("nan", put_element(Q_PROJ, (40, 3), float("nan")))
     command = [sys.executable, "-m", "paceline.launcher.start", "verify", str(folder), "--tp", "2"]
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert result.returncode == 2
     # Rank 0 may have loaded its half by then.
     (line,) = [line for line in result.stderr.splitlines() if not line.startswith("paceline: loaded")]

@@ -58,8 +58,9 @@ def test_tokens_and_shares_are_the_servers(stub: Any, bench: Bench, tmp_path: Pa
     assert (result["requests"]["answered"], result["prompt_tokens"], result["output_tokens"]) == (20, prompts, outputs)
     assert result["cached_share"] == round(sum(len(body["prompt"]) // 2 for body in load) / prompts, 6)
     assert result["itl_ms"]["count"] == outputs - 20
-    assert len(result["notes"]) == 1
-    assert "has this seed run before?" in result["notes"][0]  # the server says that half of each prompt was cached
+    # The server says that half of each prompt was cached; a busy machine has more to say of the client.
+    (note,) = [note for note in result["notes"] if not note.startswith("the client ")]
+    assert "has this seed run before?" in note
     assert f"{outputs:,} out, {prompts:,} in" in output
     assert {30 <= len(body["prompt"]) <= 60 and body["min_tokens"] == body["max_tokens"] for body in load} == {True}
     sent = [row[1] for row in result["rows"]]
@@ -77,7 +78,7 @@ def test_the_same_seed_sends_the_same_bodies(stub: Any, bench: Bench) -> None:
 
 
 def test_a_closed_loop_keeps_so_many_running(stub: Any, bench: Bench) -> None:
-    stub.pause = 0.002
+    stub.may_answer = lambda: len(stub.bodies) <= 3 or stub.most_running >= 3
     status, output = bench("--concurrency", "3", "--requests", "9", "--output-tokens", "4", "--warmup", "2")
     assert status == 0
     assert "9 of 9 sent, 9 answered" in output
@@ -153,7 +154,7 @@ def test_ctrl_c_prints_what_was_measured(stub: Any, tmp_path: Path) -> None:
     while len(stub.bodies) < 20:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "note: interrupted" in output
     assert "TTFT ms" in output
@@ -187,7 +188,7 @@ def test_a_client_that_is_held_up_sends_late_and_says_so() -> None:
             on_body(b"data: [DONE]\n\n")
             return Response(200)
 
-    load = Load(Held(), request_timeout=10)  # type: ignore[arg-type]
+    load = Load(Held(), request_timeout=60)  # type: ignore[arg-type]
     asyncio.run(load.run_when_due(PlannedRequest(number, number / 1000, 1, 1) for number in range(3)))
     late = summarise(load.records, {}, open_loop=True).late
     assert late.count == 3

@@ -53,6 +53,8 @@ class EchoEngine:
             devices=("cpu · 2 threads",) * 2,
         )
         self.failure: str | None = None
+        self.fails_after: int | None = None
+        """The engine fails once it has said so many tokens."""
         self.grammar_error: str | None = None
         """How every request by a grammar ends, after its first token."""
         self.script: Sequence[int] | None = None
@@ -110,6 +112,8 @@ class EchoEngine:
                 ids = said[place : place + self.tokens_at_once]
                 place += len(ids)
                 self.generated += len(ids)
+                if self.fails_after is not None and self.generated >= self.fails_after:
+                    self.failure = "rank 3 died"
                 enders = {*params.stop_token_ids, *(() if params.ignore_eos else self.info.end_ids)}
                 stop = next((token for token in ids if token in enders), None)
                 if stop is not None:
@@ -332,6 +336,18 @@ def speak() -> Callable[..., Tokenizer]:
         return tokenizer
 
     return make
+
+
+@pytest.fixture
+def pass_seconds() -> Callable[[float], None]:
+    """pass_seconds(number): the running event loop's clock, by which requests time out, goes forward by so many."""
+
+    def go_forward(seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        clock = loop.time
+        loop.time = lambda: clock() + seconds
+
+    return go_forward
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ async def test_one_moment_of_the_engine(served: Any) -> None:
 
 
 async def test_many_who_watch_ask_the_engine_once(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.launcher.serving.watching.SHARE_SECONDS", 60.0)
     async with served.http() as client:
         answers = await asyncio.gather(*(client.get("/v1/engine") for _ in range(20)))
         assert [answer.json()["taken"] for answer in answers] == [1.0] * 20

@@ -232,10 +232,9 @@ async def test_before_the_engine_is_ready_and_after_it_is_gone(served: Any) -> N
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_that_fails_in_the_middle(served: Any, stream: bool) -> None:
     served.engine.script = served.ids("one two three four five six")
-    served.engine.token_seconds = 0.02
+    served.engine.fails_after = 2
     body = {"messages": HELLO, "stream": stream}
     async with served.http() as client:
-        asyncio.get_running_loop().call_later(0.07, setattr, served.engine, "failure", "rank 3 died")
         answer = await client.post("/v1/chat/completions", json=body)
     if not stream:
         error_of(answer, 503)
@@ -244,9 +243,9 @@ async def test_an_engine_that_fails_in_the_middle(served: Any, stream: bool) -> 
     assert events[-1] == "data: [DONE]"
     assert "one" in events[0]
     assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "engine_failed"
+    served.engine.failure = None
+    served.engine.fails_after = served.engine.generated + 2
     with pytest.raises(openai.APIError):
-        served.engine.failure = None
-        asyncio.get_running_loop().call_later(0.07, setattr, served.engine, "failure", "rank 3 died")
         async for _ in await served.openai().chat.completions.create(model="smol", messages=HELLO, stream=True):
             pass
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -206,8 +205,7 @@ async def test_a_format_of_the_text(thinker: Any, follows: Any) -> None:
 
 async def test_an_engine_that_fails_in_the_middle_of_a_stream(served: Any) -> None:
     served.engine.script = served.ids("one two three four five six")
-    served.engine.token_seconds = 0.02
-    asyncio.get_running_loop().call_later(0.07, setattr, served.engine, "failure", "rank 3 died")
+    served.engine.fails_after = 2
     events = [event async for event in await served.openai().responses.create(model="smol", input="hi", stream=True)]
     assert events[-1].type == "response.failed"
     assert events[-1].response.status == "failed"

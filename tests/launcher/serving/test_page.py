@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -51,7 +52,7 @@ def send(page: Page, text: str) -> None:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -78,7 +79,7 @@ def test_an_answer_is_streamed_and_shown_as_markdown(served: Any, in_a_thread: H
     expect(answer.locator("pre")).to_have_text('print("<b>" * 3)')
     tokens = len(served.engine.script) + 1
     expect(answer.locator(".facts")).to_contain_text(f"{tokens} tokens · ")
-    expect(answer.locator(".facts")).to_contain_text("tokens/s · first after 0.")
+    expect(answer.locator(".facts")).to_contain_text(re.compile(r"tokens/s · first after \d+\.\d"))
     page.reload()
     expect(answer.locator("h3")).to_have_text("A title")
     page.get_by_role("button", name="Clear").click()
@@ -93,6 +94,8 @@ def test_stopping_ends_the_request(served: Any, in_a_thread: Host, open_page: Op
     served.engine.token_seconds = 0.02
     page = open_page(in_a_thread(served.app))
     send(page, "hi")
+    wait_until(lambda: served.engine.generated >= 5)
+    served.engine.gate.clear()  # however long the page takes, there is something to stop
     expect(page.get_by_role("article", name="Answer")).to_contain_text("word word")
     assert len(served.engine.running) == 1
     if by_key:
@@ -266,6 +269,8 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(serve: Any, in_a_thread: Host, 
 def test_the_engine_view_draws_blocks_and_requests(served: Any, in_a_thread: Host, open_page: OpenPage) -> None:
     served.engine.gate.clear()
     page = open_page(in_a_thread(served.app))
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if request.url.endswith("/v1/engine") else None)
     send(page, "hi")
     wait_until(lambda: served.engine.running)
     page.get_by_role("tab", name="Engine").click()
@@ -300,10 +305,11 @@ def test_the_engine_view_draws_blocks_and_requests(served: Any, in_a_thread: Hos
     taken = served.engine.views_taken
     wait_until(lambda: served.engine.views_taken > taken)
     page.get_by_role("tab", name="Chat").click()
-    page.wait_for_timeout(600)  # what was asked before has come
-    taken = served.engine.views_taken
+    page.wait_for_timeout(600)  # what was asked before is known
+    before = len(asked)
+    assert before > 0
     page.wait_for_timeout(1200)
-    assert served.engine.views_taken == taken  # nobody looks, nobody asks
+    assert len(asked) == before  # nobody looks, nobody asks
 
 
 def test_a_phone_needs_no_sideways_scrolling(served: Any, in_a_thread: Host, open_page: OpenPage) -> None:

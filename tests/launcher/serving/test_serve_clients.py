@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -41,12 +42,15 @@ def url(default_model: Path) -> Iterator[str]:
     assert line.startswith(f"paceline: serving {MODEL} at http://127.0.0.1:")
     yield line.split()[-1]
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=120) == 0
 
 
 @pytest.fixture(scope="module")
 def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+get = partial(httpx.get, timeout=60)
 
 
 def test_a_chat_answer(client: openai.OpenAI) -> None:
@@ -87,8 +91,8 @@ def test_a_choice_as_plain_completion(client: openai.OpenAI) -> None:
 
 
 def test_a_name_that_only_a_stranger_gives_the_server_is_refused(url: str) -> None:
-    assert httpx.get(f"{url}/v1/models").status_code == 200
-    assert httpx.get(f"{url}/v1/models", headers={"host": "evil.example"}).status_code == 403
+    assert get(f"{url}/v1/models").status_code == 200
+    assert get(f"{url}/v1/models", headers={"host": "evil.example"}).status_code == 403
 
 
 def test_a_streamed_answer_is_the_same_text(client: openai.OpenAI) -> None:
@@ -111,7 +115,7 @@ def test_a_stop_text_ends_the_request_in_the_engine(client: openai.OpenAI, url: 
     answer = client.completions.create(model=MODEL, prompt="1, 2, 3, 4,", temperature=0, max_tokens=200, stop=[" 7"])
     assert answer.choices[0].text == " 5, 6,"
     assert answer.choices[0].finish_reason == "stop"
-    assert httpx.get(f"{url}/v1/load").json()["running"] == 0
+    assert get(f"{url}/v1/load").json()["running"] == 0
 
 
 def test_a_bad_request_is_the_clients_error(client: openai.OpenAI) -> None:
@@ -138,32 +142,27 @@ def test_curl(url: str) -> None:
 
 def test_clients_that_leave_at_random_leave_nothing_behind(url: str) -> None:
     rng = random.Random(11)
-    until = time.monotonic() + 8
 
-    async def visit(everyone: openai.AsyncOpenAI) -> int:
-        turns = 0
-        while time.monotonic() < until:
-            prompt = " ".join(rng.choices(("red", "green", "blue", "seven"), k=rng.randint(1, 60)))
-            stream = await everyone.completions.create(
-                model=MODEL, prompt=prompt, max_tokens=rng.randint(1, 40), n=rng.randint(1, 2), stream=True
-            )
-            patience = rng.randint(0, 30)
-            async with stream:
-                async for _ in stream:
-                    patience -= 1
-                    if patience <= 0:
-                        break
-            turns += 1
-        return turns
+    async def visit(everyone: openai.AsyncOpenAI) -> None:
+        prompt = " ".join(rng.choices(("red", "green", "blue", "seven"), k=rng.randint(1, 60)))
+        stream = await everyone.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=rng.randint(1, 40), n=rng.randint(1, 2), stream=True
+        )
+        patience = rng.randint(0, 30)
+        async with stream:
+            async for _ in stream:
+                patience -= 1
+                if patience <= 0:
+                    break
 
-    async def crowd() -> list[int]:
+    async def crowd() -> None:
         # Closed in its own loop: what is left to the garbage collector closes in another test's.
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as everyone:
-            return await asyncio.gather(*(visit(everyone) for _ in range(64)))
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240) as everyone:
+            await asyncio.gather(*(visit(everyone) for _ in range(64)))
 
-    assert sum(asyncio.run(crowd())) >= 64
-    deadline = time.monotonic() + 5
-    while (load := httpx.get(f"{url}/v1/load").json())["running"] + load["waiting"] and time.monotonic() < deadline:
+    asyncio.run(crowd())
+    deadline = time.monotonic() + 60
+    while (load := get(f"{url}/v1/load").json())["running"] + load["waiting"] and time.monotonic() < deadline:
         time.sleep(0.05)
     blocks = load["cache_blocks"]
     assert (load["accepted"], load["running"], load["waiting"], blocks["used"]) == (0, 0, 0, 0)
@@ -180,7 +179,7 @@ def test_the_page_talks_to_the_model_and_shows_its_engine(url: str, open_page: C
     page.get_by_label("Show token probabilities").check()
     page.get_by_role("button", name=QUESTION).click()
     answer = page.get_by_role("article", name="Answer")
-    expect(answer.get_by_role("button", name="Regenerate")).to_be_visible(timeout=30_000)
+    expect(answer.get_by_role("button", name="Regenerate")).to_be_visible()
     assert "".join(answer.locator(".token").all_text_contents()) == f"{ANSWER}<|im_end|>"
     page.get_by_role("tab", name="Engine").click()
     expect(page.locator("#blocks")).to_have_attribute("aria-label", re.compile("^0 blocks used, [1-9]"))

@@ -18,6 +18,8 @@ import httpx
 import pytest
 
 PROMPT = [1, 2, 3]
+PATIENCE = 60.0
+"""Seconds after which something that should happen soon counts as not happening; half as long as a collective waits."""
 
 
 class Server:
@@ -66,10 +68,10 @@ class Server:
         (pid,) = pids
         return pid
 
-    def end(self, timeout: float = 30) -> tuple[int, str]:
+    def end(self) -> tuple[int, str]:
         """Exit status and standard error without the log, once it has ended; by then no process is left."""
-        _, errors = self.process.communicate(timeout=timeout)
-        deadline = time.monotonic() + 10
+        _, errors = self.process.communicate(timeout=PATIENCE)
+        deadline = time.monotonic() + PATIENCE
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert self.processes() == {}
@@ -78,12 +80,17 @@ class Server:
 
     def kill(self) -> None:
         for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
-        self.process.communicate(timeout=10)
+            with contextlib.suppress(ProcessLookupError):  # ended meanwhile, with one killed before it
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate(timeout=PATIENCE)
+
+    def get(self, path: str) -> httpx.Response:
+        """The answer to a GET."""
+        return httpx.get(f"{self.url}{path}", timeout=PATIENCE)
 
     def complete(self, **fields: Any) -> dict[str, Any]:
         body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, **fields}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=2 * PATIENCE)
         assert answer.status_code == 200, answer.text
         content: dict[str, Any] = answer.json()
         return content
@@ -92,20 +99,25 @@ class Server:
         """The answers to a request of far more than a minute's work; None where there were none."""
         body = {"prompt": [PROMPT] * 64, "n": 16, "max_tokens": 500, "ignore_eos": True}
         try:
-            answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+            answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=2 * PATIENCE)
         except httpx.TransportError:
             return None
         return answer.json() if answer.is_success else None
 
     def wait_running(self) -> None:
         """Return once a request runs."""
-        while httpx.get(f"{self.url}/v1/load").json()["running"] == 0:
+        while self.get("/v1/load").json()["running"] == 0:
             time.sleep(0.02)
+
+    def wait_draining(self) -> None:
+        """Return once it takes no more requests."""
+        while self.get("/ready").is_success:
+            time.sleep(0.01)
 
     def stream(self, **fields: Any) -> tuple[int, list[dict[str, Any]]]:
         """Status and events of a streamed answer, which [DONE] ends."""
         body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True, **fields}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=2 * PATIENCE)
         events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
         if answer.status_code == 200:
             assert events.pop() == "[DONE]"

@@ -38,7 +38,7 @@ def server(serve_all: Callable[..., Any], tiny: Callable[..., Any]) -> Iterator[
 
 def numbers(server: Any) -> dict[str, float]:
     """What /metrics says, by name and labels as they stand there."""
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    text = server.get("/metrics").text
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
 
 
