@@ -296,8 +296,9 @@ def test_operators_see_what_clients_got(serve: Callable[..., Any]) -> None:
     server = serve("--num-blocks", "24", "--block-size", "8", "--max-queue", "48", tp=2).wait_ready()
     prefix = list(range(40))
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        wishes = [{"prompt": [*prefix, number], "max_tokens": 60, "ignore_eos": True} for number in range(10)]
-        running = [pool.submit(server.complete, **wish) for wish in wishes]
+        # Five prompts of one request run together, however late the other one comes, and are too many already.
+        prompts = ([[*prefix, number] for number in range(first, first + 5)] for first in (0, 5))
+        running = [pool.submit(server.complete, prompt=each, max_tokens=60, ignore_eos=True) for each in prompts]
         server.wait_running()
         while not all(future.done() for future in running):
             during = numbers(server)
@@ -347,6 +348,6 @@ def test_operators_see_what_clients_got(serve: Callable[..., Any]) -> None:
         "stopped",
     ]
     lines = [line for line in server.log if line["event"] == "request"]
-    assert sorted(line["status"] for line in lines) == [200] * 11 + [400, 400]
+    assert sorted(line["status"] for line in lines) == [200] * 3 + [400, 400]
     assert [line["error"] for line in lines if line["status"] == 200 and "error" in line] == ["the client left"]
     assert sum(line["completion_tokens"] for line in lines if line["status"] == 200 and "error" not in line) == 600
