@@ -24,7 +24,7 @@ from paceline.launcher.serving.children import DRAIN_SECONDS, DrainReceipt
 from paceline.launcher.tp_range import is_tp_range
 
 SHUTDOWN_SECONDS = 10
-"""How long ranks may take to end once one of them has failed or a signal came; then torchrun kills them."""
+"""How long ranks may take to end once a signal came; then torchrun kills them, as 30 s after one of them has failed."""
 RANK_PER_GPU_COMMANDS = ("generate", "serve")
 """Commands that take all GPUs there are unless --tp says otherwise: those that run the engine to answer somebody."""
 CLIENT_COMMANDS = ("chat", "batch", "bench")
@@ -144,7 +144,7 @@ def run_ranks(arguments: Sequence[str], ranks: int, seconds_to_end: float = SHUT
     """Run torchrun with these arguments on one host; returns the first failed rank's exit code, or 0.
 
     A rank that signal n ended counts as 128 + n, as in a shell, and so does a signal n that came here, unless rank 0
-    has carried it out. seconds_to_end: for the other ranks once one has failed or a signal came.
+    has carried it out. seconds_to_end: for the ranks once a signal came.
     """
     # Only here: a single rank's start does not wait for this process to import torch.
     from torch.distributed import run as torchrun
