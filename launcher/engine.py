@@ -29,6 +29,7 @@ from paceline.launcher.executor import RankExecutor
 from paceline.launcher.grammars import TokenizerGrammars
 from paceline.launcher.termination import exit_on_signal
 from paceline.launcher.tokenizer import Tokenizer
+from paceline.model.config import ModelConfig
 from paceline.worker.loop import follow
 from paceline.worker.memory import RankMemory
 from paceline.worker.ranks import RankGroup, describe
@@ -76,6 +77,7 @@ def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
         if ranks.local_rank == 0:
             folder = str(resolve_checkpoint(config.model or None))
         if ranks.rank == 0:
+            ModelConfig.from_folder(folder)  # transformers reads it for the tokenizer, and says less of what is wrong
             tokenizer = Tokenizer(Path(folder))
     config = dataclasses.replace(config, model=ranks.exchange(folder)[0])
     devices = ranks.exchange(ranks.device_name)
@@ -268,7 +270,9 @@ def _explain_termination(executor: RankExecutor) -> Callable[[], object]:
         exit_on_signal(number, frame)
 
     def restore() -> None:
-        if signal.getsignal(signal.SIGTERM) is on_terminate:  # who has set another since wants to keep it
+        # Only the main thread may; the handler does no harm where another has closed the engine. Who has set another
+        # handler since wants to keep it.
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is on_terminate:
             signal.signal(signal.SIGTERM, before)
 
     signal.signal(signal.SIGTERM, on_terminate)

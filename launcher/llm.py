@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +35,8 @@ class LLM:
     In a plain script it runs on one GPU or the CPU. Under `torchrun --nproc-per-node N` the same script splits the
     model over N ranks. Rank 0 goes on with the script; the others work inside this constructor until rank 0 closes
     the engine or ends, and then leave the script, so that its output appears once. One LLM a script.
+
+    Threads may share it: what each asks runs in the same steps.
     """
 
     def __init__(
@@ -49,6 +53,8 @@ class LLM:
             InputError: a setting, the checkpoint or the ranks do not fit; on every rank, with the same message.
         """
         self.engine = start_engine(make_config(model, tensor_parallel_size, settings))
+        # The second one lets its own thread in again: Ctrl-C may come between its being taken and the `try`.
+        self._turn, self._lock = threading.Lock(), threading.RLock()
         self._outputs: dict[str, tuple[RequestOutput, int]] = {}
         self._streams: weakref.WeakSet[AnswerStream] = weakref.WeakSet()
         """Whoever makes a step leaves its news with all of them."""
@@ -98,7 +104,21 @@ class LLM:
         The requests run from now on. Closing the stream, or dropping it (leaving the loop), aborts what still runs.
         """
         texts, ids = self._encode(_as_list(prompts))
-        return AnswerStream(self, self._add(texts, ids, sampling_params))
+        with self._exclusively():
+            return AnswerStream(self, self._add(texts, ids, sampling_params))
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """No other thread is in the engine meanwhile; not to be nested.
+
+        Whoever waits holds the turn, so that a thread which makes step after step comes after it.
+        """
+        with self._turn:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _run(
         self,
@@ -107,7 +127,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        outputs = self._add(texts, ids, params)
+        with self._exclusively():
+            outputs = self._add(texts, ids, params)
         bar = tqdm(
             total=sum(len(output.outputs) for output in outputs),
             unit="answer",
@@ -134,7 +155,7 @@ class LLM:
         ids: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
-        """Queue all prompts or, where one is refused, none."""
+        """Queue all prompts or, where one is refused, none. Within _exclusively."""
         per_prompt = _one_each(SamplingParams() if params is None else params, len(ids))
         outputs: list[RequestOutput] = []
         try:
@@ -154,14 +175,18 @@ class LLM:
                 for number, request_id in enumerate(request_ids):
                     self._outputs[request_id] = (output, number)
         except BaseException:
-            self._drop(outputs)
+            self._forget(outputs)
             raise
         return outputs
 
     def _step(self) -> list[_News]:
-        """One step of the engine, its news already added to the outputs."""
+        """One step of the engine, its news already added to the outputs; those of other threads' requests, too."""
+        with self._exclusively():
+            return self._make_step()
+
+    def _make_step(self) -> list[_News]:
         if self._abandoned:
-            self._drop([self._abandoned.popleft() for _ in range(len(self._abandoned))])
+            self._forget([self._abandoned.popleft() for _ in range(len(self._abandoned))])
         news: list[_News] = []
         for update in self.engine.step():
             output, number = self._outputs[update.request_id]
@@ -187,6 +212,10 @@ class LLM:
 
     def _drop(self, outputs: list[RequestOutput]) -> None:
         """Forget outputs, and abort what still runs of them."""
+        with self._exclusively():
+            self._forget(outputs)
+
+    def _forget(self, outputs: list[RequestOutput]) -> None:
         dropped = {id(output) for output in outputs}
         unfinished = [request_id for request_id, (output, _) in self._outputs.items() if id(output) in dropped]
         self.engine.abort(unfinished)
@@ -207,7 +236,8 @@ class LLM:
 
     def close(self) -> None:
         """End the engine on all ranks. Also done at the end of a `with LLM(…) as llm:` block and of the process."""
-        self.engine.close()
+        with self._exclusively():
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -215,7 +245,8 @@ class LLM:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.engine.close("" if error is None else str(error) or type(error).__name__)
+        with self._exclusively():
+            self.engine.close("" if error is None else str(error) or type(error).__name__)
 
 
 class AnswerStream(Iterator[StreamChunk]):
@@ -255,6 +286,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Several prompts as a list; a text or a flat sequence of token ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InputError(f"prompts must be a text, token ids, or a list of them, got {prompts!r}")
     items = list(prompts)
     if items and all(is_int(item) for item in items):
         return [items]  # type: ignore[list-item]

@@ -35,8 +35,9 @@ class Tokenizer:
                     clean_up_tokenization_spaces=False,
                     model_max_length=sys.maxsize,  # how long prompts may be is said by the engine, in words of its own
                 )
-            except (ValueError, OSError, KeyError) as error:
-                raise InputError(f"the tokenizer in {folder} cannot be read: {error}") from error
+            except Exception as error:  # transformers looks into the files without checking them first
+                words = " ".join(f"{type(error).__name__}: {error}".split())
+                raise InputError(f"the tokenizer in {folder} cannot be read: {words}") from error
             self._control = ControlTokens(self.backend)
 
     def encode(self, text: str) -> list[int]:
@@ -117,7 +118,9 @@ class Tokenizer:
 
     def _require(self) -> Any:
         if self.backend is None:
-            raise InputError(f"{self._folder} has no tokenizer; give the prompt as token ids")
+            raise InputError(
+                f"{self._folder} has no tokenizer: prompts can be token ids alone, from Python or over HTTP"
+            )
         return self.backend
 
 

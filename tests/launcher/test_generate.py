@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,30 @@ def test_streams_and_batches_take_turns(llm: LLM) -> None:
     assert got == alone
 
 
+def test_threads_share_an_engine(tiny: Callable[..., Any]) -> None:
+    """Four threads ask at once, one of them by a stream, and each gets what it gets alone; another one may close it."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts = [[number, 2, 3] for number in range(24)]
+
+    def ask(engine: LLM, own: list[list[int]]) -> list[list[int]]:
+        return [engine.generate(prompt, params)[0].outputs[0].token_ids for prompt in own]
+
+    def listen(engine: LLM, own: list[list[int]]) -> list[list[int]]:
+        return [[token for chunk in engine.stream(prompt, params) for token in chunk.token_ids] for prompt in own]
+
+    before = signal.getsignal(signal.SIGTERM)
+    with LLM(str(tiny("llama").folder), device="cpu") as engine, ThreadPoolExecutor(4) as pool:
+        expected = ask(engine, prompts)
+        ways = (ask, listen, ask, ask)
+        shares = [
+            pool.submit(way, engine, prompts[start : start + 6])
+            for way, start in zip(ways, (0, 6, 12, 18), strict=True)
+        ]
+        assert [answer for share in shares for answer in share.result()] == expected
+        pool.submit(engine.close).result()
+    signal.signal(signal.SIGTERM, before)  # only this thread can
+
+
 def test_leaving_a_stream_aborts_the_rest(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
     with contextlib.closing(llm.stream([[1, 2], [3, 4]], params)) as stream:
@@ -286,8 +311,36 @@ def test_unknown_settings_are_named() -> None:
 def test_without_a_tokenizer_prompts_are_ids(tiny: Callable[..., Any]) -> None:
     with LLM(str(tiny("llama").folder), device="cpu") as engine:
         assert len(engine.generate([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3
-        with pytest.raises(InputError, match="has no tokenizer; give the prompt as token ids"):
+        with pytest.raises(InputError, match="has no tokenizer: prompts can be token ids alone"):
             engine.generate("text")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", '{"num_hidden_layers": "30"}', "config.json: "),
+        ("config.json", "{", "config.json"),
+        ("tokenizer_config.json", "[]", "the tokenizer in .* cannot be read: AttributeError: "),
+        ("tokenizer.json", "{}", "the tokenizer in .* cannot be read: "),
+    ],
+)
+def test_damaged_files_are_named_in_one_line(
+    name: str, content: str, words: str, default_model: Path, tmp_path: Path
+) -> None:
+    for path in default_model.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / name).unlink()
+    fields = json.loads((default_model / name).read_bytes()) | json.loads(content) if ":" in content else None
+    (tmp_path / name).write_text(content if fields is None else json.dumps(fields))
+    with pytest.raises(InputError, match=words) as error:
+        LLM(str(tmp_path), device="cpu")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("prompts", [None, 3])
+def test_what_is_no_prompt_is_refused(prompts: Any, llm: LLM) -> None:
+    with pytest.raises(InputError, match="prompts must be a text"):
+        llm.generate(prompts)
 
 
 def test_choice_seeds_stay_in_64_bits() -> None:
