@@ -88,15 +88,16 @@ def api_keys(path: Path | None, environment: Mapping[str, str]) -> tuple[str, ..
 
 
 def _keys_of_file(path: Path) -> tuple[str, ...]:
-    """The keys of a file, one a line, empty lines passed over."""
+    """The keys of a file, one a line; empty lines and those that begin with # are passed over."""
     try:
-        keys = tuple(line.strip() for line in path.read_text(encoding="ascii").splitlines() if line.strip())
+        lines = [line.strip() for line in path.read_text(encoding="ascii").splitlines()]
     except UnicodeDecodeError as error:
         raise InputError(f"--api-key-file {path} must hold keys of ASCII characters, one a line") from error
     except OSError as error:
         raise InputError(f"--api-key-file {path} cannot be read ({_reason(error)}); name a file of keys") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise InputError(f"--api-key-file {path} holds no key; write one a line")
+        raise InputError(f"--api-key-file {path} holds no key; write one a line, none that begins with #")
     return keys
 
 

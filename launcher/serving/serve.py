@@ -60,7 +60,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="keys, one a line; each request must bear one of these or of PACELINE_API_KEYS",
+        help="keys, one a line, where # begins a comment line; each request must bear one of these or of "
+        "PACELINE_API_KEYS",
     )
     group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="PEM certificate: serve HTTPS")
     group.add_argument(
