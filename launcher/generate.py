@@ -11,7 +11,15 @@ from typing import Any
 
 from paceline.coordinator.errors import InputError
 from paceline.coordinator.sampling_params import SamplingParams
-from paceline.launcher.options import add_engine_options, add_sampling_options, engine_settings, sampling_params
+from paceline.launcher.options import (
+    ENGINE_FLAGS,
+    SAMPLING_FLAGS,
+    add_engine_options,
+    add_sampling_options,
+    engine_settings,
+    errors_name_options,
+    sampling_params,
+)
 from paceline.launcher.outputs import CompletionOutput, RequestOutput
 
 DEFAULT_PROMPT = "What is the capital of France?"
@@ -35,6 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(run=run)
 
 
+@errors_name_options(ENGINE_FLAGS | SAMPLING_FLAGS)
 def run(arguments: argparse.Namespace) -> None:
     """Answer the prompts; on ranks other than 0 this ends the process when rank 0 is done."""
     prompts = _prompts(arguments)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -100,6 +102,9 @@ SAMPLING_OPTIONS = (
     Option("skip_special_tokens", None, "show special tokens in the text", switch_off=True),
 )
 
+ENGINE_FLAGS = {"tensor_parallel_size": "--tp"} | {option.field: option.flag for option in ENGINE_OPTIONS}
+SAMPLING_FLAGS = {option.field: option.flag for option in SAMPLING_OPTIONS}
+
 
 def add_engine_options(parser: argparse.ArgumentParser, *, model_option: bool = True) -> None:
     """Add --tp, the options of EngineConfig and, for a command that takes no model by place, --model."""
@@ -118,6 +123,17 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for option in SAMPLING_OPTIONS:
         option.add_to(group)
+
+
+@contextlib.contextmanager
+def errors_name_options(flags: Mapping[str, str]) -> Iterator[None]:
+    """InputErrors name the options of the command line, and not the fields that they set; flags: by field."""
+    try:
+        yield
+    except InputError as error:
+        # Further on in a message, a field that is one word may be a word like any other.
+        names = [rf"^{name}\b" for name in flags] + [rf"\b{name}\b" for name in flags if "_" in name]
+        raise InputError(re.sub("|".join(names), lambda found: flags[found[0]], str(error))) from error
 
 
 def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import threading
@@ -26,3 +27,28 @@ def ending_in_order() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGTERM) is exit_on_signal:  # who has set another since wants to keep it
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def task_ending_in_order() -> Iterator[None]:
+    """The same for a task inside of `ending_in_order`: it is cancelled where it waits, and not torn out of a step."""
+    task = asyncio.current_task()
+    if task is None or signal.getsignal(signal.SIGTERM) is not exit_on_signal:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    told = []
+
+    def cancel(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        loop.call_soon_threadsafe(task.cancel)
+
+    signal.signal(signal.SIGTERM, cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if told:
+            raise SystemExit(128 + told[0]) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, exit_on_signal)

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from paceline.coordinator.checks import is_int
+from paceline.coordinator.checks import is_int, shown
 from paceline.coordinator.errors import InputError
 
 BLOCK_TOKENS = 512
@@ -54,7 +54,8 @@ def read_trace(path: Path) -> Iterator[TraceRow]:
             else:
                 raise InputError(f"--trace {path} is neither a CSV with the header {_AZURE_HEADER} nor lines of JSON")
     except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise InputError(f"--trace {path} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--trace {path} cannot be read ({reason})") from error
 
 
 def _open(path: Path) -> IO[str]:
@@ -73,7 +74,7 @@ def _checked(
         try:
             row = next(rows, None)
             if row is None:
-                return
+                break
             seconds, prompt, output, blocks = row
             if not (is_int(prompt) and prompt > 0 and is_int(output) and output >= 0):
                 raise ValueError("token counts must be whole numbers")
@@ -82,16 +83,25 @@ def _checked(
             if before is not None and seconds < before:
                 raise ValueError("it came before the line above")
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"--trace {path}, line {line}: {error}") from error
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise InputError(f"--trace {path}, line {line}: {reason}") from error
         start = seconds if start is None else start
         before = seconds
         yield TraceRow(seconds - start, prompt, max(output, 1), blocks)
         line += 1
+    if start is None:
+        raise InputError(f"--trace {path} holds no requests")
 
 
 def _azure_row(line: str) -> tuple[float, int, int, None]:
-    time, prompt, output = line.strip().split(",")
-    return datetime.fromisoformat(time[:_MICROSECONDS]).timestamp(), int(prompt), int(output), None
+    cells = line.strip().split(",")
+    if len(cells) != 3 or not all(cell.isascii() and cell.isdigit() for cell in cells[1:]):
+        raise ValueError(f"it must be a time and two whole numbers, as in {_AZURE_HEADER}")
+    try:
+        time = datetime.fromisoformat(cells[0][:_MICROSECONDS])
+    except ValueError as error:
+        raise ValueError(f"TIMESTAMP must be like 2023-11-16 18:15:46.6805900, got {shown(cells[0])}") from error
+    return time.timestamp(), int(cells[1]), int(cells[2]), None
 
 
 def _mooncake_row(line: str) -> tuple[float, int, int, Sequence[int]]:
@@ -99,4 +109,6 @@ def _mooncake_row(line: str) -> tuple[float, int, int, Sequence[int]]:
     blocks = row["hash_ids"]
     if not isinstance(blocks, list) or not all(is_int(block) for block in blocks):
         raise ValueError("hash_ids must be whole numbers")
+    if not isinstance(row["timestamp"], (int, float)):
+        raise ValueError(f"timestamp must be a number of milliseconds, got {shown(row['timestamp'])}")
     return row["timestamp"] / 1000, row["input_length"], row["output_length"], tuple(blocks)

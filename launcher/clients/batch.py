@@ -19,6 +19,7 @@ from paceline.launcher.clients.batch_files import Output, look_through, numbered
 from paceline.launcher.clients.batch_lines import BadLine, BatchRequest, bad_line, key_of, read_line, result_line
 from paceline.launcher.clients.options import Backend, add_server_options, backend
 from paceline.launcher.open_files import allow_open_files
+from paceline.launcher.termination import ending_in_order, task_ending_in_order
 
 if TYPE_CHECKING:
     from paceline.launcher.clients.http import HttpClient, Response
@@ -55,8 +56,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Answer every line that has no result yet.
 
-    Raises SystemExit (1) where a line failed, InputError for files that cannot be used, EngineError where the engine or
-    the server is gone: what was answered is kept, and another run goes on from there.
+    Raises SystemExit (1 where a line failed, 143 after SIGTERM), InputError for files that cannot be used, EngineError
+    where the engine or the server is gone: what was answered is kept, and another run goes on from there.
     """
     check_integer("--concurrency", arguments.concurrency, 1, 60_000)
     if arguments.url is not None and arguments.model is not None:
@@ -70,11 +71,11 @@ def run(arguments: argparse.Namespace) -> None:
         first = next(waiting, None)
         if first is not None:
             names = [part for name in arguments.served_model_name or () for part in ("--served-model-name", name)]
-            with backend(arguments, "--max-queue", str(_OWN_QUEUE), *names) as target:
+            with ending_in_order(), backend(arguments, "--max-queue", str(_OWN_QUEUE), *names) as target:
                 batch = Batch(target, output, total)
                 try:
                     asyncio.run(batch.run(itertools.chain([first], waiting), arguments.concurrency))
-                except KeyboardInterrupt:
+                except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
                     _tell(f"what was answered is kept in {arguments.output}; the same command goes on from there")
                     raise
     _tell(f"{total} lines have their results in {arguments.output}, {output.failed} of them failed")
@@ -108,9 +109,12 @@ class Batch:
         from paceline.launcher.clients.http import HttpClient
 
         client = HttpClient(self._target.address, self._target.key)
-        with tqdm(
-            total=self._total, initial=len(self._output.done), unit="line", disable=not sys.stderr.isatty()
-        ) as bar:
+        with (
+            task_ending_in_order(),
+            tqdm(
+                total=self._total, initial=len(self._output.done), unit="line", disable=not sys.stderr.isatty()
+            ) as bar,
+        ):
 
             async def worker() -> None:
                 for line in lines:

@@ -71,10 +71,12 @@ def open_output(path: Path, source: Path) -> Iterator[Output]:
     """The output, to add lines to, and what it has already.
 
     A last line that was half written when a run was killed is taken away, or ended where only its line break is
-    missing. Raises InputError where the file is something else, or another run writes to it.
+    missing. A run that fails before it has a result leaves no new file. Raises InputError where the file is something
+    else, or another run writes to it.
     """
     if path.exists() and source.exists() and os.path.samefile(path, source):
         raise InputError(f"{path} is the input; name another file for the results")
+    is_new = not os.path.lexists(path)
     try:
         file = path.open("a+b", buffering=0)
     except OSError as error:
@@ -82,7 +84,9 @@ def open_output(path: Path, source: Path) -> Iterator[Output]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                raise FileNotFoundError  # another run has just failed, and its file is gone
+        except (BlockingIOError, FileNotFoundError) as error:
             raise InputError(f"{path} is being written by another run") from error
         _repair_end(file)
         file.seek(0)
@@ -97,7 +101,12 @@ def open_output(path: Path, source: Path) -> Iterator[Output]:
                     ) from error
                 done.add(key)
                 failed += has_failed
-        yield Output(file, done, failed)
+        try:
+            yield Output(file, done, failed)
+        except BaseException:
+            if is_new and os.fstat(file.fileno()).st_size == 0:
+                path.unlink(missing_ok=True)
+            raise
 
 
 def _repair_end(file: IO[bytes]) -> None:

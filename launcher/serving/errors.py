@@ -105,6 +105,11 @@ def bad_request(message: str, param: str | None, code: str | None = None) -> Api
     return ApiError(400, message, param=param, code=code)
 
 
+def missing(param: str) -> ApiError:
+    """A 400 for a field that is not there."""
+    return bad_request(f"{param} is missing", param, "missing_required_parameter")
+
+
 def field_at_fault(message: str, fields: Iterable[str]) -> str | None:
     """The field that a message names first, as those of InputError do."""
     places = [(found.start(), -len(field), field) for field in fields if (found := re.search(rf"\b{field}\b", message))]
@@ -157,7 +162,7 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "extra_forbidden":
         return bad_request(f"unknown field {param!r}", param, "unknown_parameter")
     if first["type"] == "missing":
-        return bad_request(f"{param} is missing", param, "missing_required_parameter")
+        return missing(param)
     wanted = dict.fromkeys(_wanted(each) for each in errors if _param(each["loc"], each["type"]) == param)
     return bad_request(f"{param} must be {' or '.join(wanted)}", param)
 
@@ -165,7 +170,8 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 def _wanted(error: Mapping[str, Any]) -> str:
     """What pydantic expected at a place, in words that say it to somebody who wrote JSON."""
     words = _WANTED.get(error["type"])
-    return "of another kind" if words is None else words.format(**error.get("ctx", {}))
+    said = "of another kind" if words is None else words.format(**error.get("ctx", {}))
+    return said.replace(" 1 entries", " 1 entry").replace(" 1 characters", " 1 character")
 
 
 def _param(location: Sequence[int | str], kind: str) -> str:

@@ -88,15 +88,16 @@ def api_keys(path: Path | None, environment: Mapping[str, str]) -> tuple[str, ..
 
 
 def _keys_of_file(path: Path) -> tuple[str, ...]:
-    """The keys of a file, one a line, empty lines passed over."""
+    """The keys of a file, one a line; empty lines and those that begin with # are passed over."""
     try:
-        keys = tuple(line.strip() for line in path.read_text(encoding="ascii").splitlines() if line.strip())
+        lines = [line.strip() for line in path.read_text(encoding="ascii").splitlines()]
     except UnicodeDecodeError as error:
         raise InputError(f"--api-key-file {path} must hold keys of ASCII characters, one a line") from error
     except OSError as error:
         raise InputError(f"--api-key-file {path} cannot be read ({_reason(error)}); name a file of keys") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise InputError(f"--api-key-file {path} holds no key; write one a line")
+        raise InputError(f"--api-key-file {path} holds no key; write one a line, none that begins with #")
     return keys
 
 
@@ -106,13 +107,30 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
         if key is not None:
             raise InputError("--ssl-keyfile needs --ssl-certfile beside it")
         return
+    if key is None and _lacks_key(certificate):
+        raise InputError(f"--ssl-certfile {certificate} holds no private key; give --ssl-keyfile")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # A password would be asked for on the terminal, and again in another process.
         context.load_cert_chain(certificate, key, password=lambda: "")
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        files = f"--ssl-certfile {certificate}" + (f" and --ssl-keyfile {key}" if key is not None else "")
         raise InputError(
-            f"--ssl-certfile {certificate} and --ssl-keyfile {key} cannot be used ({reason}); "
-            "give a PEM certificate and its key without a password"
+            f"{files} cannot be used ({_tls_reason(error)}); give a PEM certificate and its key without a password"
         ) from error
+
+
+def _lacks_key(certificate: Path) -> bool:
+    """Whether a file is a PEM certificate alone."""
+    try:
+        content = certificate.read_bytes()
+    except OSError:
+        return False  # it is said what is wrong when it is loaded
+    return b"-----BEGIN CERTIFICATE-----" in content and b"PRIVATE KEY-----" not in content
+
+
+def _tls_reason(error: Exception) -> str:
+    """What OpenSSL or the system says, without the place in their sources."""
+    if isinstance(error, ssl.SSLError):
+        return error.reason.replace("_", " ").lower() if error.reason else "no PEM that OpenSSL can read"
+    return _reason(error)

@@ -41,6 +41,9 @@ def completion_sampling(body: CompletionBody, info: EngineInfo, has_tokenizer: b
     """Sampling rules of a plain completion. Raises ApiError (400) naming the field at fault."""
     # An echoed prompt is a part of the answer, and has log-probabilities where that has. Where it is the whole of it
     # the engine is asked for them in any case, since it runs no request that asks for nothing.
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        message = "max_tokens must be at least 1, unless echo is true or prompt_logprobs are asked for"
+        raise bad_request(message, "max_tokens")
     echoed = body.logprobs if body.echo else None
     if body.echo and body.max_tokens == 0:
         echoed = body.logprobs or 0

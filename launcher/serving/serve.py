@@ -23,7 +23,7 @@ from paceline.launcher.checkpoint_source import resolve_checkpoint
 from paceline.launcher.default_model import MODEL_NAME
 from paceline.launcher.dialects.dialect import REASONING_PARSERS, TOOL_PARSERS
 from paceline.launcher.json_log import log_as_json, log_event
-from paceline.launcher.options import add_engine_options, engine_settings
+from paceline.launcher.options import ENGINE_FLAGS, add_engine_options, engine_settings, errors_name_options
 from paceline.launcher.serving.children import DRAIN_SECONDS, Child, Endpoint, die_with_parent, give_drain_receipt
 from paceline.launcher.termination import ending_in_order
 
@@ -38,6 +38,15 @@ SAME_SIGNAL_SECONDS = 0.5
 """A signal may come twice at once: from the terminal, and from whoever started the ranks."""
 OVERDUE_SECONDS = 5.0
 """The HTTP process is given so much longer than it is told, to take leave of its clients."""
+_SERVER_FLAGS = {
+    "model_names": "--served-model-name",
+    "max_queue": "--max-queue",
+    "request_timeout": "--request-timeout",
+    "otlp_endpoint": "--otlp-endpoint",
+    "cors_origins": "--cors-origin",
+    "allowed_hosts": "--allowed-host",
+}
+"""Options by the fields of ServerSettings that they set, where a value can be wrong."""
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -60,7 +69,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="keys, one a line; each request must bear one of these or of PACELINE_API_KEYS",
+        help="keys, one a line, where # begins a comment line; each request must bear one of these or of "
+        "PACELINE_API_KEYS",
     )
     group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="PEM certificate: serve HTTPS")
     group.add_argument(
@@ -70,7 +80,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "--cors-origin",
         action="append",
         metavar="ORIGIN",
-        help="pages of it may call from a browser; repeatable; * is all",
+        help="pages of it (scheme://host[:port]) may call from a browser; repeatable; * is all",
     )
     group.add_argument(
         "--allowed-host",
@@ -108,6 +118,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(run=run)
 
 
+@errors_name_options(ENGINE_FLAGS | _SERVER_FLAGS)
 def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal comes; on ranks other than 0 this ends the process when rank 0 is done.
 

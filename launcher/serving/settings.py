@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from paceline.coordinator.checks import check_integer, check_number, check_switch, shown
 from paceline.coordinator.errors import InputError
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([^\s/?#@:\[\]\\]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+"""As browsers write it, who compare it letter by letter: neither a path nor a slash at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +43,11 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for name in ("model_names", "api_keys", "cors_origins", "allowed_hosts"):
             texts = getattr(self, name)
-            if not isinstance(texts, tuple) or not all(isinstance(text, str) and text for text in texts):
-                # The values themselves are not shown: keys are among them.
-                raise InputError(f"{name} must be a tuple of non-empty texts")
+            # The values themselves are not shown: keys are among them.
+            if not isinstance(texts, tuple) or not all(isinstance(text, str) for text in texts):
+                raise InputError(f"{name} must be a tuple of texts")
+            if not all(texts):
+                raise InputError(f"{name} may not be an empty text")
         if not self.model_names:
             raise InputError(f"model_names must hold at least one name, got {shown(self.model_names)}")
         check_integer("max_queue", self.max_queue, 1)
@@ -50,6 +56,9 @@ class ServerSettings:
             check_number("request_timeout", self.request_timeout, 0, 10**9, above_low=True)
         if self.otlp_endpoint is not None:
             _check_url("otlp_endpoint", self.otlp_endpoint)
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise InputError(f"cors_origins must be like https://host, http://host:port or *, got {shown(origin)}")
         check_switch("log_prompts", self.log_prompts)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.coordinator.errors import InputError
 from paceline.launcher import structured_output
 from paceline.launcher.grammars import TokenizerGrammars
-from paceline.launcher.serving.errors import bad_request
+from paceline.launcher.serving.errors import bad_request, missing
 from paceline.launcher.serving.responses_schemas import ResponsesBody, TextFormat
 from paceline.launcher.serving.schemas import AnswerBody, ResponseFormat, SamplingBody, StructuredOutputs
 from paceline.launcher.serving.tool_use import ToolUse
@@ -56,11 +56,13 @@ def _asked(body: SamplingBody) -> Iterator[_Asked]:
 
 
 def _of_response_format(given: ResponseFormat) -> Iterator[_Asked]:
-    if (given.type == "json_schema") != (given.json_schema is not None):
-        message = "response_format.json_schema goes with the type json_schema, and with no other"
-        raise bad_request(message, "response_format.json_schema")
+    field = "response_format.json_schema"
+    if given.type == "json_schema" and given.json_schema is None:
+        raise missing(field)
+    if given.type != "json_schema" and given.json_schema is not None:
+        raise bad_request(f"{field} goes with the type json_schema only", field)
     if given.json_schema is not None:
-        yield "response_format.json_schema.schema", structured_output.json_schema, given.json_schema.schema_
+        yield f"{field}.schema", structured_output.json_schema, given.json_schema.schema_
     elif given.type == "json_object":
         yield "response_format", lambda _: structured_output.json_object(), None
 
@@ -69,7 +71,7 @@ def _of_text_format(given: TextFormat) -> Iterator[_Asked]:
     named = {"name": given.name, "schema": given.schema_}
     for field, value in {**named, "description": given.description, "strict": given.strict}.items():
         if given.type == "json_schema" and field in named and value is None:
-            raise bad_request(f"text.format.{field} is missing", f"text.format.{field}")
+            raise missing(f"text.format.{field}")
         if given.type != "json_schema" and value is not None:
             raise bad_request(f"text.format.{field} goes with the type json_schema only", f"text.format.{field}")
     if given.type == "json_schema":

@@ -203,6 +203,11 @@ def test_a_client_that_is_held_up_sends_late_and_says_so() -> None:
         (("--rate", "0"), 2, "--rate must be"),
         (("--rate", "nan"), 2, "--rate must be"),
         (("--scale", "1"), 2, "--scale needs --trace"),
+        (
+            ("--scale", "1", "--trace", "/nowhere.csv"),
+            2,
+            "--trace /nowhere.csv cannot be read (No such file or directory)",
+        ),
         ((), 2, "one of the arguments --rate --concurrency --scale is required"),
         (("--rate", "1", "--trace", "/dev/null"), 2, "--trace has times of its own"),
         (("--rate", "1", "--slo", "tpot=1ms"), 2, "must be like ttft=500ms"),
@@ -219,6 +224,12 @@ def test_what_cannot_be_done_is_one_line(bench: Bench, arguments: tuple[str, ...
     code, output = bench(*arguments)
     assert (code, output.count("\n")) == (status, 1), output
     assert words in output
+
+
+def test_a_trace_without_requests_is_one_line(bench: Bench, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+    assert bench("--scale", "1", "--trace", str(trace)) == (2, f"paceline: --trace {trace} holds no requests\n")
 
 
 def test_a_wrong_key_is_one_line(stub: Any, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

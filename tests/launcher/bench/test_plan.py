@@ -55,9 +55,18 @@ def test_mooncakes_rows_zipped_or_not(tmp_path: Path) -> None:
             '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [0]}',
             "line 1: 513 tokens are not 1 blocks",
         ),
-        ('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [0]}\n{}\n', "line 2: "),
+        (
+            '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [0]}\n{}\n',
+            "line 2: it has no 'hash_ids'",
+        ),
         ('{"timestamp": 0, "input_length": "5", "output_length": 1, "hash_ids": [0]}', "line 1: token counts"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374\n", "line 2: "),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374\n", "line 2: it must be a time and"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nfoo,1,1\n", "line 2: TIMESTAMP must be like 2023-.*, got 'foo'"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
+        (
+            '{"timestamp": "foo", "input_length": 5, "output_length": 1, "hash_ids": [0]}',
+            "line 1: timestamp must be a number of milliseconds, got 'foo'",
+        ),
         (
             "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,1,1\n2023-11-16 18:15:45.68,1,1\n",
             "line 3: it came before",
@@ -72,7 +81,7 @@ def test_a_file_that_is_no_trace_is_named_by_its_line(tmp_path: Path, content: s
 
 
 def test_a_trace_that_is_not_there() -> None:
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match=r"cannot be read \(No such file or directory\)"):
         list(read_trace(TRACES / "nothing"))
 
 

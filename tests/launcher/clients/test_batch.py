@@ -154,17 +154,18 @@ def test_a_killed_run_is_gone_on_with(stub: Any, files: Files, batch: Batch) -> 
     assert stub.most_running == 16
 
 
-def test_ctrl_c_keeps_what_was_answered(stub: Any, files: Files) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_what_was_answered(stub: Any, files: Files, number: signal.Signals, status: int) -> None:
     stub.may_answer = lambda: len(stub.bodies) < 20
     files.write(*map(line, map(str, range(500))))
     command = [sys.executable, "-m", "paceline.launcher", "batch", str(files.input), str(files.output)]
     process = subprocess.Popen([*command, "--url", stub.url, "--concurrency", "4"], stderr=subprocess.PIPE, text=True)
     while len(stub.bodies) < 20:
         time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=240)
     stub.may_answer = lambda: True
-    assert process.returncode == 130
+    assert process.returncode == status
     assert errors == f"paceline: what was answered is kept in {files.output}; the same command goes on from there\n"
     assert len(set(files.ids())) == len(files.results()) > 0
 
@@ -197,6 +198,9 @@ def test_a_server_that_is_gone_ends_the_run_and_leaves_no_results(
     status, output = batch("--api-key", "wrong")
     assert (status, output.count("\n")) == (2, 1)
     assert "wants an API key" in output
+    assert not files.output.exists()
+    files.output.touch()
+    assert batch("--api-key", "wrong")[0] == 2
     assert files.output.read_bytes() == b""
 
 
@@ -282,6 +286,7 @@ def test_a_terminated_run_leaves_nothing_behind(tiny: Any, files: Files) -> None
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGTERM, errors
         assert "Traceback" not in errors
+        assert errors.endswith(f"what was answered is kept in {files.output}; the same command goes on from there\n")
         assert list(Path(folder).glob("paceline-*")) == []
 
 

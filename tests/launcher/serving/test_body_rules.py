@@ -54,9 +54,9 @@ async def test_what_is_no_json_object_has_one_code(served: Any, path: str, conte
         ("stop", 5, "stop must be a text or a list"),
         ("ignore_eos", 1, "ignore_eos must be true or false"),
         ("logit_bias", [], "logit_bias must be an object"),
-        ("cache_salt", "", "cache_salt must be a text of at least 1 characters"),
+        ("cache_salt", "", "cache_salt must be a text of at least 1 character"),
         ("priority", 2**40, "priority must be below 2147483648"),
-        ("messages", [], "messages must be a list of at least 1 entries"),
+        ("messages", [], "messages must be a list of at least 1 entry"),
         ("messages", None, "messages must be a list"),
         ("messages", ["hi"], "messages[0] must be an object"),
         ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text is missing"),
@@ -68,8 +68,56 @@ async def test_what_was_expected_is_said_plainly(served: Any, field: str, value:
     assert (await error_of(served, "/v1/chat/completions", body))["message"] == words
 
 
-async def test_a_missing_field_is_named(served: Any) -> None:
-    assert (await error_of(served, "/v1/completions", b"{}"))["message"] == "prompt is missing"
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {}, "prompt"),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format.schema",
+        ),
+    ],
+)
+async def test_a_missing_field_is_named(served: Any, path: str, fields: dict[str, Any], param: str) -> None:
+    error = await error_of(served, path, json.dumps(fields).encode())
+    assert error["message"] == f"{param} is missing"
+    assert (error["param"], error["code"]) == (param, "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "param"),
+    [
+        ("/v1/completions", rb'{"prompt": "x", "stop": "\ud800"}', "stop"),
+        ("/v1/completions", rb'{"prompt": "x", "stop": ["a", "b\uDFFFb"]}', "stop[1]"),
+        ("/v1/completions", b'{"prompt": "x", "stop": "\xed\xa0\x80"}', "stop"),
+        ("/v1/completions", r'{"prompt": "x", "stop": "\ud800"}'.encode("utf-16"), "stop"),
+        ("/v1/completions", rb'{"prompt": "x", "\ud800": 1}', None),
+        ("/v1/responses", rb'{"input": "x", "user": "\ud800"}', "user"),
+        ("/v1/responses", rb'{"input": "x", "metadata": {"\ud800": "a"}}', "metadata"),
+    ],
+)
+async def test_half_of_a_surrogate_pair_is_no_text(served: Any, path: str, content: bytes, param: str | None) -> None:
+    error = await error_of(served, path, content)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param or 'a key of the body'} is no valid Unicode text")
+
+
+async def test_whole_surrogate_pairs_are_text(served: Any) -> None:
+    async with served.http(headers=JSON) as client:
+        answer = await client.post("/v1/completions", content=rb'{"prompt": "\ud83d\ude00", "stop": "\ud83d\ude00"}')
+    assert answer.status_code == 200, answer.text
+
+
+async def test_no_tokens_at_all_need_something_else_to_say(served: Any) -> None:
+    error = await error_of(served, "/v1/completions", b'{"prompt": "x", "max_tokens": 0}')
+    words = "max_tokens must be at least 1, unless echo is true or prompt_logprobs are asked for"
+    assert (error["message"], error["param"]) == (words, "max_tokens")
 
 
 async def test_a_template_variable_without_effect(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ CHAT = [
     ("messages[0].content[0].type", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
     ("messages[1].contents", [*HELLO, {"role": "user", "contents": "x"}]),
     ("messages[0].tool_calls[0].id", [{"role": "assistant", "content": "", "tool_calls": [TOOL]}]),
-    ("messages", [{"role": "user", "content": "\ud800"}]),
+    ("messages[0].content", [{"role": "user", "content": "\ud800"}]),
     ("messages", [{"role": "user", "content": "many words " * 1000}]),
 ]
 PLAIN = [

@@ -76,7 +76,7 @@ async def test_every_field_becomes_a_grammar(
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": 5}, "guided_json"),
         ({"guided_json": {"type": "thing"}}, "guided_json"),
-        ({"guided_json": {"const": "\ud800"}}, "guided_json"),
+        ({"guided_json": {"const": "\ud800"}}, "guided_json.const"),
         ({"guided_regex": "["}, "guided_regex"),
         ({"guided_regex": "\ud800"}, "guided_regex"),
         ({"guided_choice": []}, "guided_choice"),

@@ -217,15 +217,18 @@ def test_a_port_in_use_is_one_line(serve: Callable[..., Any]) -> None:
     [
         (("--api-key-file", "/nowhere"), "--api-key-file /nowhere cannot be read"),
         (("--api-key-file", "/dev/null"), "holds no key"),
-        (("--ssl-certfile", "/dev/null"), "cannot be used"),
+        (("--ssl-certfile", "/dev/null"), "--ssl-certfile /dev/null cannot be used (no PEM that OpenSSL can read)"),
         (("--ssl-keyfile", "/dev/null"), "needs --ssl-certfile"),
         (("--host", "no such host"), "cannot listen on no such host"),
         (("--port", "65536"), "--port must be from 0 to 65535"),
         (("--drain-timeout", "nan"), "--drain-timeout must be"),
-        (("--max-queue", "0"), "max_queue must be"),
-        (("--otlp-endpoint", "collector:4318"), "otlp_endpoint must be a URL"),
+        (("--max-queue", "0"), "paceline: --max-queue must be"),
+        (("--request-timeout", "0"), "paceline: --request-timeout must be"),
+        (("--otlp-endpoint", "collector:4318"), "paceline: --otlp-endpoint must be a URL"),
+        (("--allowed-host", ""), "paceline: --allowed-host may not be an empty text"),
+        (("--cors-origin", "page.example"), "paceline: --cors-origin must be like https://host"),
         (("--uds", "/dev/null"), "cannot listen on --uds /dev/null"),
-        (("--num-blocks", "0"), "num_blocks must be"),
+        (("--num-blocks", "0"), "paceline: --num-blocks must be"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(serve: Callable[..., Any], arguments: tuple[str, ...], words: str) -> None:
@@ -259,11 +262,24 @@ def test_a_unix_socket_and_keys(serve: Callable[..., Any], tmp_path: Path) -> No
         server.kill()
 
 
-def test_https(serve: Callable[..., Any], tmp_path: Path) -> None:
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 and its key."""
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run([*command, *names], check=True, capture_output=True)
+    return certificate, key
+
+
+def test_a_certificate_without_its_key_is_one_line(serve: Callable[..., Any], tmp_path: Path) -> None:
+    certificate, _ = make_certificate(tmp_path)
+    status, errors = serve("--ssl-certfile", str(certificate)).end()
+    words = f"--ssl-certfile {certificate} holds no private key; give --ssl-keyfile"
+    assert (status, errors) == (2, f"paceline: {words}")
+
+
+def test_https(serve: Callable[..., Any], tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
     server = serve("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)).wait_ready()
     assert server.url.startswith("https://")
     trusting = ssl.create_default_context(cafile=str(certificate))
