@@ -29,11 +29,10 @@ from paceline.launcher.executor import RankExecutor
 from paceline.launcher.grammars import TokenizerGrammars
 from paceline.launcher.termination import exit_on_signal
 from paceline.launcher.tokenizer import Tokenizer
-from paceline.model.config import ModelConfig
 from paceline.worker.loop import follow
 from paceline.worker.memory import RankMemory
 from paceline.worker.ranks import RankGroup, describe
-from paceline.worker.worker import Worker
+from paceline.worker.worker import Worker, check_model_config
 
 
 def make_config(
@@ -77,7 +76,7 @@ def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
         if ranks.local_rank == 0:
             folder = str(resolve_checkpoint(config.model or None))
         if ranks.rank == 0:
-            ModelConfig.from_folder(folder)  # transformers reads it for the tokenizer, and says less of what is wrong
+            check_model_config(Path(folder))  # for the tokenizer transformers reads it, and says less of what is wrong
             tokenizer = Tokenizer(Path(folder))
     config = dataclasses.replace(config, model=ranks.exchange(folder)[0])
     devices = ranks.exchange(ranks.device_name)

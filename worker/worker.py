@@ -310,6 +310,11 @@ class Worker:
             raise EngineError(f"ranks have parted: this one runs {mine}, the highest values are {highest[:3].tolist()}")
 
 
+def check_model_config(folder: Path) -> None:
+    """Raise InputError, by the field, where a checkpoint's config.json cannot be used, whatever the settings."""
+    ModelConfig.from_folder(folder)
+
+
 def _select(hidden: Hidden, tokens: torch.Tensor | None) -> Hidden:
     if tokens is None:
         return hidden
