@@ -65,7 +65,8 @@ def test_b60_while_it_drains_streams_go_on_and_who_comes_is_told_to_come_back(se
 @pytest.mark.parametrize(("seconds", "again", "tp"), [(0, False, 2), (1, False, 1), (60, True, 1), (60, True, 2)])
 def test_b60_streams_that_are_cut_off_are_told(serve: Callable[..., Any], seconds: int, again: bool, tp: int) -> None:
     """At once with a drain timeout of 0, when it has passed, and by a second signal."""
-    server = serve("--drain-timeout", str(seconds), "--max-num-seqs", "20", tp=tp).wait_ready()
+    # Two at a time, so that the 16 answers of a stream take 4,000 steps: longer than any wait here.
+    server = serve("--drain-timeout", str(seconds), "--max-num-seqs", "2", tp=tp).wait_ready()
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
         streams = [pool.submit(server.stream, max_tokens=500, n=16) for _ in range(20)]
         while server.get("/v1/load").json()["accepted"] < 320:
