@@ -9,6 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 PREFIX = "paceline-sockets-"
 
@@ -35,7 +36,7 @@ class PrivateFolder:
             os.close(self._lock)
             self._lock = None
 
-    def __enter__(self) -> PrivateFolder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -61,24 +61,13 @@ def give_drain_receipt() -> None:
             sender.sendto(b"\1", f"\0{name}".encode())
 
 
-class Endpoint:
-    """A ZeroMQ address that only this user can reach: a socket in a folder of its own."""
+class Endpoint(PrivateFolder):
+    """A ZeroMQ address that only this user can reach: a socket in a folder of its own. Who is connected stays so."""
 
-    def __init__(self) -> None:
-        self._folder = PrivateFolder()
-        self.address = f"ipc://{self._folder.path}/engine"
-
-    def remove(self) -> None:
-        """Take it out of the file system; who is connected stays so. May be called again."""
-        self._folder.remove()
-
-    def __enter__(self) -> Endpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
+    @property
+    def address(self) -> str:
+        """Where to bind and to connect."""
+        return f"ipc://{self.path}/engine"
 
 
 class Child:
