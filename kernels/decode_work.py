@@ -18,8 +18,8 @@ from paceline.kernels.launch import launch, num_processors
 PROGRAMS_PER_PROCESSOR = 4
 BLOCK_N = 64
 """Tokens that the attention kernel takes at a time; chunks are multiples of it."""
-MIN_CHUNK = 128
-"""Shorter chunks cost more in putting results together than they save."""
+MIN_CHUNK = BLOCK_N
+"""A single tile: at few and short rows what counts is how soon a program is through with its own."""
 UNALIGNED = [
     "block_tables_ptr", "row_slots_ptr", "query_start_ptr", "seq_lens_ptr",
     "rows_ptr", "chunks_ptr", "chunk_len_ptr", "arrivals_ptr",

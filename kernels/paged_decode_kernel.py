@@ -12,8 +12,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paceline.kernels.decode_work import UNALIGNED
 from paceline.kernels.paged_attention_inner import attend
 
-COMBINED_AT_ONCE = 8
+COMBINED_AT_ONCE = 16
 """Chunks whose results are loaded together."""
+PREFETCHED = tl.constexpr(128)
+"""Tokens that a program asks for while it still waits for the kernel before."""
+LINE = tl.constexpr(64)
+"""Elements of 16 bits in a line of the L2 cache."""
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -68,7 +72,6 @@ def decode_kernel(
     token = tl.load(query_start_ptr + row).to(tl.int64)
     first = chunk * chunk_len
     last = tl.minimum(first + chunk_len, seq_len)
-    last_whole = first + (last - first) // BLOCK_N * BLOCK_N
 
     members = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -83,20 +86,17 @@ def decode_kernel(
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
     if PDL:
+        # Only the newest token is the work of the kernel before; the others' keys and values are from earlier steps.
+        old = tl.minimum(last, seq_len - 1)
+        _prefetch(k_ptr, v_ptr, table_ptr, first, old, BLOCK_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM)
         gdc_wait()
     q = tl.load(q_ptr + offsets, mask=mask, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
-    # fmt: off
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, first, last_whole, limit, scale_log2,
-        BLOCK_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, False, UPCAST,
-    )
-    acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, last_whole, last, limit, scale_log2,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, first, last, limit, scale_log2,
         BLOCK_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, True, UPCAST,
-    )
-    # fmt: on
+    )  # fmt: skip
     result = acc / row_sum[:, None]
     num_chunks = tl.cdiv(seq_len, chunk_len)
     if num_chunks == 1:
@@ -111,6 +111,35 @@ def decode_kernel(
             out_ptr + (token * KV_HEADS + kv_head) * GROUP * HEAD_DIM, first_share,
             num_chunks, GROUP, KV_HEADS, HEAD_DIM, BLOCK_G, BLOCK_D, COMBINED,
         )  # fmt: skip
+
+
+@triton.jit
+def _prefetch(
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> None:
+    """Ask for the keys and values of up to PREFETCHED tokens from the first on to be brought to the L2 cache."""
+    tokens = first + tl.arange(0, PREFETCHED)
+    # Tokens past the end stand for the first.
+    tokens = tl.where(tokens < last, tokens, first)
+    slots = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
+    for line in tl.static_range(0, HEAD_DIM, LINE):
+        for ptr in tl.static_range(2):
+            address = (k_ptr if ptr == 0 else v_ptr) + slots * TOKEN_STRIDE + line
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [address.to(tl.int64)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 
 @triton.jit
