@@ -5,6 +5,7 @@ from __future__ import annotations
 import gpu_timing
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 
 @pytest.mark.gpu
@@ -28,6 +29,15 @@ def test_a_longer_call_takes_longer() -> None:
     long, short = (torch.empty(size << 20, device="cuda").normal_() for size in (256, 16))
     one, other = (gpu_timing.seconds_a_call([lambda data=data: data.add_(1)]) for data in (long, short))
     assert one > 4 * other
+
+
+@pytest.mark.gpu
+def test_the_rate_to_compare_with_is_that_of_a_kernel() -> None:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        gpu_timing.copy_bandwidth()
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    assert sum(count for name, count in counts.items() if "bitwise_not" in name) > 5  # the replays', too
+    assert not [name for name in counts if "Memcpy DtoD" in name]
 
 
 @pytest.mark.gpu

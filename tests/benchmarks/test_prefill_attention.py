@@ -49,6 +49,12 @@ def test_every_way_computes_attention(way: str, batch: prefill_attention.Batch) 
     torch.testing.assert_close(found.double().cpu(), expected(batch), rtol=tolerance, atol=tolerance)
 
 
+def test_the_reference_is_right(batch: prefill_attention.Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_attention, "QUERIES_AT_ONCE", 32)
+    found = prefill_attention.float32_attention(batch)
+    torch.testing.assert_close(found.double().cpu(), expected(batch), rtol=1e-5, atol=1e-5)
+
+
 def test_operations_are_those_of_visible_pairs(batch: prefill_attention.Batch) -> None:
     pairs = COUNT * sum(range(1, LENGTH + 1))
     # A product and a sum for each of 64 elements, of scores and again of values.

@@ -1,9 +1,10 @@
-"""Prefill attention over poisoned caches, whole prompts and chunks, against float64 attention a query at a time."""
+"""Prefill attention over poisoned caches, whole prompts and chunks, against attention in float64."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -41,10 +42,7 @@ def check(
     assert_attention: Callable,
     block_size: int = 16,
 ) -> None:
-    """Rows of at least two tokens get exact attention, out of scattered slots; all other memory stays as it was.
-
-    Exact is float64, a query at a time; on a GPU the reference in float32, which is compared with that elsewhere.
-    """
+    """Rows of at least two tokens get exact attention, out of scattered slots; all other memory stays as it was."""
     rows = make_rows(seq_lens, kv_heads, head_dim, dtype, block_size, where=device)
     table, row_slots = in_slots(rows.block_tables, [(3 * row + 1) % 2003 for row in range(len(seq_lens))])
     # Two rows of padding, and three tokens that belong to no row.
@@ -60,15 +58,7 @@ def check(
     out, untouched = out[:tokens].cpu(), out[tokens:]
     assert (untouched == UNTOUCHED).all()
     assert (out[~several] == UNTOUCHED).all()
-    if device.type == "cpu":
-        expected = rows.expected(q[:tokens], query_lens, 0.125)
-    else:
-        exact = torch.empty(q.shape, dtype=torch.float32, device=device)
-        paged_prefill_attention_reference(
-            q.float(), rows.k_cache.float(), rows.v_cache.float(), *metadata, exact
-        )  # fmt: skip
-        expected = exact[:tokens].double().cpu()
-    assert_attention(out[several], expected[several])
+    assert_attention(out[several], rows.expected(q[:tokens], query_lens, 0.125)[several])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
@@ -260,8 +250,8 @@ def test_a_captured_call_takes_the_rows_it_finds(
             tensor.copy_(torch.tensor(values, dtype=torch.int32))
         out.fill_(UNTOUCHED)
         graph.replay()
-        expected = torch.full(q.shape, UNTOUCHED, dtype=torch.float32, device=device)
-        paged_prefill_attention_reference(
-            q.float(), rows.k_cache.float(), rows.v_cache.float(), *metadata, expected
-        )  # fmt: skip
-        assert_attention(out, expected.double().cpu())
+        expected = torch.full(q.shape, UNTOUCHED, dtype=torch.float64)
+        for slot, (begin, end) in zip(slots, pairwise(starts_of), strict=True):
+            if end - begin > 1:
+                expected[begin:end] = rows.expected_of(slot, q[begin:end], 0.125)
+        assert_attention(out, expected)
