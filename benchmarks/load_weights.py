@@ -1,12 +1,13 @@
 """How fast a checkpoint of Qwen3-8B's shape is loaded, beside a plain parallel read of the same files.
 
     ./launch.sh bench load_weights [--folder DIR] [--device cuda] [--warm-only] [--write]
-    ./launch.sh bench load_weights --warm-only --piece-mib 1 2 4 8 --readers 8 12 16    # which sizes are best here
+    ./launch.sh bench load_weights --warm-only --ranks 1 --piece-mib 8 16 32 --readers 6 8 12    # which are best here
 
 Writes the checkpoint to --folder first (16.4 GB, kept for the next run), which must be on a local disk. The plain read
 has as many threads as the loader and reads pieces of the same size into memory that it throws away. `cold` is after the
 system was asked to forget the files (the storage column says how much then came from the disk), `warm` after they were
-read once. Each rank is a process of its own, on a GPU of its own where there are enough.
+read once. Each rank is a process of its own, on a GPU of its own where there are enough. Several sizes and numbers of
+threads stand at the end once more, the fastest first.
 
 Below a warm load stands what its time went to. What was read counts both what the rank asked of the system (rchar) and
 what it copied from mapped files.
@@ -16,28 +17,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from itertools import product
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import report
 import torch
-from loading_phases import count_mapped_bytes, phases, watch_loading
+from loading_phases import choose, load_as_rank
 
-from paceline.model import shard_reader, staging
+from paceline.model import staging
 from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.ledger import get_parameter, tensor_targets
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.staging import num_readers
-from paceline.model.weights import load_model
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -67,12 +69,7 @@ def main() -> None:
     )
     parser.add_argument("--piece-mib", type=int, nargs="+", default=[staging.PIECE_BYTES >> 20], help="of each read")
     parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results")
-    parser.add_argument("--rank", type=int, nargs=2, metavar=("RANK", "SIZE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank is not None:
-        choose(arguments.readers[0], arguments.piece_mib[0])
-        load_as_rank(arguments.folder, arguments.device, *arguments.rank)
-        return
     if int(os.environ.get("RANK", "0")) > 0:
         return  # this benchmark starts its ranks itself
     folder = arguments.folder / f"{arguments.layers}-layers"
@@ -84,14 +81,10 @@ def main() -> None:
         choose(readers, piece_mib)
         settings = {"cache": "cold" if cold else "warm", "threads": num_readers(), "piece_mib": piece_mib}
         figures += [{**settings, **figure} for figure in measure(folder, files, cold, arguments)]
+    if len(arguments.piece_mib) * len(arguments.readers) > 1:
+        print_fastest_first(figures)
     if arguments.write:
         report.write("load_weights", {"device": arguments.device, "layers": arguments.layers, "figures": figures})
-
-
-def choose(readers: int, piece_mib: int) -> None:
-    """Have this process's loader and plain read use so many threads at most, and pieces of that size."""
-    staging.READERS = readers
-    staging.PIECE_BYTES = shard_reader.PIECE_BYTES = piece_mib << 20
 
 
 def measure(folder: Path, files: list[Path], cold: bool, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -120,6 +113,16 @@ def measure(folder: Path, files: list[Path], cold: bool, arguments: argparse.Nam
         if not cold:
             print("    " + ", ".join(f"{phase} {1000 * part:.0f} ms" for phase, part in middle["phases"].items()))
         yield {"ranks": ranks, **middle, "share_of_plain_read": rate * plain / size}
+
+
+def print_fastest_first(figures: list[dict[str, Any]]) -> None:
+    for figure in sorted(figures, key=lambda figure: (figure["cache"], figure["ranks"], figure["seconds"])):
+        if figure["ranks"]:
+            print(
+                f"{figure['cache']}, ranks {figure['ranks']}, threads {figure['threads']:2}, "
+                f"pieces of {figure['piece_mib']:2} MiB: {figure['seconds']:.3f} s, "
+                f"{figure['share_of_plain_read']:.0%} of the plain read"
+            )
 
 
 def _seconds(result: dict[str, Any]) -> float:
@@ -159,14 +162,13 @@ def write_file(path: Path, header: dict[str, Any], size: int, block: memoryview)
         file.write(len(text).to_bytes(8, "little") + text)
         for start in range(0, size, BLOCK_BYTES):
             file.write(block[: min(BLOCK_BYTES, size - start)])
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def forget(files: list[Path]) -> None:
     """Ask the system to drop the files from its cache."""
     for path in files:
         with path.open("rb") as file:
+            os.fsync(file.fileno())  # what is not on the disk yet stays
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -209,61 +211,33 @@ def run_rounds(
     """For each round, load in so many processes at once, which begin together; what each says of itself.
 
     The processes of all rounds are started first, since that takes longer than to load; then each waits for its round.
+    They come from a server that has imported everything, which takes longest.
     """
-    command = [sys.executable, __file__, "--folder", str(folder), "--device", arguments.device]
-    command += ["--readers", str(staging.READERS), "--piece-mib", str(staging.PIECE_BYTES >> 20), "--rank"]
-    rounds = [
-        [
-            subprocess.Popen([*command, str(rank), str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for rank in range(size)
-        ]
-        for _ in range(arguments.rounds)
-    ]
-    for process in (process for processes in rounds for process in processes):
-        process.stdout.readline()  # it is ready
-    for processes in rounds:
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the server
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["__main__", "loading_phases"])
+    settings = (staging.READERS, staging.PIECE_BYTES >> 20)
+
+    def start(rank: int) -> tuple[BaseProcess, Connection]:
+        ours, theirs = server.Pipe()
+        work = (theirs, str(folder), arguments.device, settings, rank, size)
+        process = server.Process(target=load_as_rank, args=work)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    rounds = [[start(rank) for rank in range(size)] for _ in range(arguments.rounds)]
+    for _, connection in (rank for ranks in rounds for rank in ranks):
+        connection.recv_bytes()  # it is ready
+    for ranks in rounds:
         if cold:
             forget(files)
-        for process in processes:
-            process.stdin.write("\n")
-            process.stdin.flush()
-        yield [json.loads(process.communicate()[0]) for process in processes]
-
-
-def load_as_rank(folder: Path, device_name: str, rank: int, size: int) -> None:
-    """One rank's process: wait for the word, load, and print what it took."""
-    device = (
-        torch.device(device_name, rank % torch.cuda.device_count()) if device_name == "cuda" else torch.device("cpu")
-    )
-    torch.zeros(1, device=device)  # the GPU's context is no part of loading
-    comm = SingleRank()
-    comm.rank, comm.size = rank, size  # loading calls no collective
-    config = ModelConfig.from_folder(folder)
-    watch, mapped = watch_loading(config), count_mapped_bytes()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    before, start = counters(), time.perf_counter()
-    model = load_model(folder, config, comm, device, torch.bfloat16, max_model_len=4096)
-    loaded = time.perf_counter()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    end = time.perf_counter()
-    after = counters()
-    result = {
-        "rank": rank,
-        "seconds": end - start,
-        "bytes": sum(parameter.nbytes for parameter in model.parameters()),
-        "read": after["rchar"] - before["rchar"] + sum(mapped),
-        "storage": after["read_bytes"] - before["read_bytes"],
-        "phases": phases(watch, end - start, end - loaded),
-    }
-    print(json.dumps(result))
-
-
-def counters() -> dict[str, int]:
-    """This process's /proc/self/io: rchar is asked of the system, read_bytes came from storage."""
-    lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return {name: int(value) for name, value in lines}
+        for _, connection in ranks:
+            connection.send_bytes(b"begin")
+        results = [json.loads(connection.recv_bytes()) for _, connection in ranks]
+        for process, _ in ranks:
+            process.join()  # the next round begins with the memory free
+        yield results
 
 
 if __name__ == "__main__":

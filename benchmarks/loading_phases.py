@@ -1,15 +1,71 @@
-"""What the time of loading goes to: the loader's functions are timed where they are, in the process that loads."""
+"""One rank's process of benchmarks/load_weights.py: it loads, and says what the time went to.
+
+The loader's functions are timed where they are, in the process that loads.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.model import checkpoint_files, decoder, shard_reader, staging, weights
+from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.coverage import Coverage
 from paceline.model.registry import MODEL_CLASSES
+
+
+def choose(readers: int, piece_mib: int) -> None:
+    """Have this process's loader and plain read use so many threads at most, and pieces of that size."""
+    staging.READERS = readers
+    staging.PIECE_BYTES = shard_reader.PIECE_BYTES = piece_mib << 20
+
+
+def load_as_rank(
+    connection: Connection, folder: str, device_name: str, settings: tuple[int, int], rank: int, size: int
+) -> None:
+    """Say that all is ready, wait for the word, load, and say what it took, in JSON.
+
+    settings: what `choose` takes.
+    """
+    choose(*settings)
+    number = rank % torch.cuda.device_count() if device_name == "cuda" else None
+    device = torch.device(device_name, number)
+    torch.zeros(1, device=device)  # the GPU's context is no part of loading
+    comm = SingleRank()
+    comm.rank, comm.size = rank, size  # loading calls no collective
+    config = ModelConfig.from_folder(Path(folder))
+    watch, mapped = watch_loading(config), count_mapped_bytes()
+    connection.send_bytes(b"ready")
+    connection.recv_bytes()
+    before, start = counters(), time.perf_counter()
+    model = weights.load_model(folder, config, comm, device, torch.bfloat16, max_model_len=4096)
+    loaded = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    end = time.perf_counter()
+    after = counters()
+    result = {
+        "rank": rank,
+        "seconds": end - start,
+        "bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        "read": after["rchar"] - before["rchar"] + sum(mapped),
+        "storage": after["read_bytes"] - before["read_bytes"],
+        "phases": phases(watch, end - start, end - loaded),
+    }
+    connection.send_bytes(json.dumps(result).encode())
+
+
+def counters() -> dict[str, int]:
+    """This process's /proc/self/io: rchar is asked of the system, read_bytes came from storage."""
+    lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {name: int(value) for name, value in lines}
 
 
 class Stopwatch:
@@ -45,40 +101,39 @@ def watch_loading(config: ModelConfig) -> Stopwatch:
     watch.watch("ledger", weights.Ledger, "__init__")
     watch.watch("ledger", weights.Ledger, "enter")
     watch.watch("parameters", weights, "_materialise")
+    watch.watch("driver", weights, "_reserve")
     watch.watch("pinning", staging.StagingMemory, "_allocate")
-    watch.watch("buffers", staging.StagingMemory, "buffers")
     watch.watch("pieces", shard_reader.ShardReader, "__init__")
     watch.watch("run", shard_reader.ShardReader, "run")
     watch.watch("check", shard_reader.ShardReader, "_check")
-    watch.watch("start", shard_reader._Buffer, "start")
     watch.watch("read", checkpoint_files.StoredTensor, "read")
-    watch.watch("finish", shard_reader._Buffer, "finish")
+    watch.watch("start", shard_reader, "_start_copy")
+    watch.watch("finish", shard_reader.ShardReader, "_finish")
     watch.watch("coverage", Coverage, "faults")
     return watch
 
 
 def phases(watch: Stopwatch, total: float, last: float) -> dict[str, float]:
-    """Seconds of each step of load_model; those of the threads that read are a thread's mean."""
+    """Seconds of each step of load_model, then of what is part of a step or goes on beside it."""
     steps = {
         "model without memory": watch["model"],
         "headers and ledger": watch["headers"] + watch["ledger"],
         "memory for parameters": watch["parameters"],
         "cutting into pieces": watch["pieces"],
-        "reading and copying": watch["run"],
+        "reading and copying": watch["run"] - watch["check"],
+        "checks of values": watch["check"],
         "coverage": watch["coverage"],
         "last synchronisation": last,
     }
     steps["everything else"] = total - sum(steps.values())
-    threads = staging.num_readers()
     return {
         **steps,
         "(in these: rotary table": watch["rotary table"],
-        "checks of values": watch["check"],
+        "the driver's memory": watch["driver"],
         "beside these: pinning": watch["pinning"],
-        "a thread's waits for pinned memory": watch["buffers"] / threads,
-        "its reads": watch["read"] / threads,
-        "its launches": (watch["start"] - watch["read"]) / threads,
-        "its waits for copies)": watch["finish"] / threads,
+        "reads, a thread's mean": watch["read"] / staging.num_readers(),
+        "starts of copies": watch["start"],
+        "waits for copies)": watch["finish"],
     }
 
 

@@ -66,13 +66,14 @@ class StoredTensor:
         width = math.prod(extents[1:]) * self.dtype.itemsize
         skipped = box[1].start * self.dtype.itemsize if len(box) == 2 else 0
         first = self.entry.begin + box[0].start * pitch + skipped
-        staged = buffer[: extents[0] * width].numpy()
+        staged = buffer[: extents[0] * width]
+        memory = staged.numpy()
         if width == pitch:
-            self._read_range(first, staged.data)
-        elif not copy_mapped_columns(self._descriptor, first, pitch, staged.reshape(-1, width)):
-            for row, part in enumerate(staged.reshape(-1, width)):
+            self._read_range(first, memory.data)
+        elif not copy_mapped_columns(self._descriptor, first, pitch, memory.reshape(-1, width)):
+            for row, part in enumerate(memory.reshape(-1, width)):
                 self._read_range(first + row * pitch, part.data)
-        return buffer[: staged.size].view(self.dtype).view(extents)
+        return staged.view(self.dtype).view(extents)
 
     def _read_range(self, offset: int, memory: memoryview) -> None:
         """Fill memory from the file; the system may give less than it was asked for, and 0 at the end of the file."""

@@ -92,8 +92,9 @@ class ShardedParameter(nn.Parameter):
         weight_loader: WeightLoader | None = None,
         device: torch.device | str = "meta",
     ) -> ShardedParameter:
-        # Zeros, since padding is what no tensor fills; the meta device has no values, but takes time to fill them.
-        create = torch.empty if torch.device(device).type == "meta" else torch.zeros
+        # Zeros where there is padding, which nobody writes; the meta device has no values, but takes time to fill them.
+        is_padded = sum(box_size(shard.target) for shard in shards.values()) < math.prod(shape)
+        create = torch.zeros if is_padded and torch.device(device).type != "meta" else torch.empty
         parameter = super().__new__(cls, create(*shape, dtype=dtype, device=device), requires_grad=False)
         parameter.shards = shards
         parameter.weight_loader = weight_loader or shard_copies
@@ -105,7 +106,7 @@ class ShardedParameter(nn.Parameter):
         return cls(shape, dtype, {None: Shard(shape, 0, Span.whole(shape[0]))})
 
     def materialise(self, device: torch.device) -> ShardedParameter:
-        """The same parameter on a device, zero-filled."""
+        """The same parameter on a device: zero where it has padding, else undefined until each element is written."""
         return ShardedParameter(self.shape, self.dtype, self.shards, weight_loader=self.weight_loader, device=device)
 
 

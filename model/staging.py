@@ -3,42 +3,46 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-READERS = 12
+READERS = 8
 BUFFERS_PER_READER = 2
 PIECE_BYTES = 8 << 20
 _ALIGNMENT = 256
-"""Of each buffer, so that it can hold elements of any type."""
+"""Of a buffer's size, so that it can hold elements of any type."""
+
+Buffer = Future[torch.Tensor]
+"""Memory for one piece, uint8; to ask for it waits until it is there."""
 
 
 class StagingMemory:
-    """Each reader's buffers, cut from an allocation of its own, which is pinned where the device is a GPU.
+    """Buffers that the readers share, each an allocation of its own, pinned where the device is a GPU.
 
-    To pin memory takes tens of milliseconds for all readers. So it is begun here, for pieces of the usual size, in a
-    thread of its own; one by one, so that a reader starts as soon as it has its own, and since torch rounds what it
-    pins up to a power of two.
+    To pin memory takes tens of milliseconds for all of them. So it is begun here, for pieces of the usual size, in a
+    thread of its own; one by one, so that readers start as soon as there is one, and since torch rounds what it pins
+    up to a power of two.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        pool = ThreadPoolExecutor(1, thread_name_prefix="pin-memory")
-        size = BUFFERS_PER_READER * PIECE_BYTES
-        self._usual = [pool.submit(self._allocate, size) for _ in range(num_readers())]
-        pool.shutdown(wait=False)
+        self._usual_bytes = PIECE_BYTES
+        self._usual = self._begin(self._usual_bytes)
 
-    def buffers(self, reader: int, size: int) -> list[torch.Tensor]:
-        """The buffers of one of num_readers() readers, each of uint8 and of at least that size.
+    def buffers(self, size: int) -> list[Buffer]:
+        """BUFFERS_PER_READER for each of num_readers() readers, each of at least that size in bytes.
 
-        RuntimeError where the system does not give the memory.
+        RuntimeError from each, where the system does not give the memory.
         """
+        return self._usual if size <= self._usual_bytes else self._begin(size)
+
+    def _begin(self, size: int) -> list[Buffer]:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="pin-memory")
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
-        memory = self._usual[reader].result()
-        if BUFFERS_PER_READER * size > len(memory):
-            memory = self._allocate(BUFFERS_PER_READER * size)
-        return list(memory[: BUFFERS_PER_READER * size].view(BUFFERS_PER_READER, size))
+        buffers = [pool.submit(self._allocate, size) for _ in range(BUFFERS_PER_READER * num_readers())]
+        pool.shutdown(wait=False)
+        return buffers
 
     def _allocate(self, size: int) -> torch.Tensor:
         if self._device.type != "cuda":

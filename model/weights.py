@@ -25,7 +25,7 @@ from paceline.model.coverage import Coverage
 from paceline.model.decoder import CausalLM
 from paceline.model.dummy_tensors import DummyTensor
 from paceline.model.errors import CheckpointError
-from paceline.model.ledger import Assignment, Ledger, get_parameter, sharded_parameters, tensor_targets
+from paceline.model.ledger import Assignment, Ledger, sharded_parameters, tensor_targets
 from paceline.model.parameter import Copy, ShardedParameter
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_reader import ShardReader, StopFlag
@@ -134,18 +134,22 @@ def _copies(parameter: ShardedParameter, assignment: Assignment) -> Iterator[Cop
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Put a model's parameters, zero-filled, and its buffers on a device; tied parameters stay one."""
-    if device.type == "cuda":
-        # One request to the driver instead of one for each parameter, which torch cuts from what it then holds.
-        torch.empty(sum(parameter.nbytes for parameter in model.parameters()), dtype=torch.uint8, device=device)
+    """Put a model's parameters and buffers on a device, the parameters yet to be written; tied ones stay one."""
+    _reserve(sum(parameter.nbytes for parameter in model.parameters()), device)
     placed: dict[nn.Parameter, ShardedParameter] = {}
+    for sharded in sharded_parameters(model).values():
+        placed[sharded] = sharded.materialise(device)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in placed:
-                placed[parameter] = get_parameter(module, name).materialise(device)
             setattr(module, name, placed[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
+
+
+def _reserve(num_bytes: int, device: torch.device) -> None:
+    """Ask the driver for memory once, instead of for each parameter: torch cuts them from what it then holds."""
+    if device.type == "cuda":
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 @contextmanager

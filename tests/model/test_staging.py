@@ -10,8 +10,7 @@ from paceline.model.staging import BUFFERS_PER_READER, PIECE_BYTES, StagingMemor
 
 @pytest.mark.parametrize("size", [10, 1 << 12, PIECE_BYTES, PIECE_BYTES + 2])
 def test_buffers_do_not_overlap_and_hold_any_type(size: int) -> None:
-    staging = StagingMemory(torch.device("cpu"))
-    buffers = [buffer for reader in range(num_readers()) for buffer in staging.buffers(reader, size)]
+    buffers = [buffer.result() for buffer in StagingMemory(torch.device("cpu")).buffers(size)]
     assert len(buffers) == num_readers() * BUFFERS_PER_READER
     for number, buffer in enumerate(buffers):
         assert len(buffer) >= size
@@ -24,4 +23,4 @@ def test_buffers_do_not_overlap_and_hold_any_type(size: int) -> None:
 
 @pytest.mark.gpu
 def test_buffers_for_a_gpu_are_pinned() -> None:
-    assert all(buffer.is_pinned() for buffer in StagingMemory(torch.device("cuda")).buffers(0, PIECE_BYTES))
+    assert all(buffer.result().is_pinned() for buffer in StagingMemory(torch.device("cuda")).buffers(PIECE_BYTES))
