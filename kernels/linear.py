@@ -1,13 +1,11 @@
 """Matrix products with a weight stored as [out_features, in_features], as checkpoints have it, and what surrounds them.
 
-A product of few rows on a GPU is a stream of the weight: there the norm before it and the gated activation after it are
-computed along with it (skinny_linear). With more rows it is our own kernel's where that was measured to be faster, the
-activation with it (tiled_linear). Elsewhere each is an operation of its own, and the product is the library's.
+A product of few rows on a GPU is a stream of the weight. On Hopper, from two rows on, it is streamed_linear's where
+that was measured to be faster, with the gated activation after it. Else, up to eight rows, it is skinny_linear's, with
+the norm before it too. Elsewhere each is an operation of its own, and the product is the library's.
 """
 
 from __future__ import annotations
-
-from types import MappingProxyType
 
 import torch
 from torch.nn import functional
@@ -15,26 +13,24 @@ from torch.nn import functional
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm
 from paceline.kernels.silu_and_mul import silu_and_mul
 from paceline.kernels.skinny_linear import is_skinny, skinny_linear
-from paceline.kernels.tiled_linear import Tiles, tile_of, tiled_linear
+from paceline.kernels.streamed_linear import NO_STREAMS, Streams, stream_of, streamed_linear
 
-NO_TILES: Tiles = MappingProxyType({})
-"""The library for every number of rows."""
 FEW_ROWS = 16
 """Up to so many rows the CPU library's float32 product of the transposed problem is faster, at 2 rows 3 to 6 times."""
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tiles: Tiles = NO_TILES
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, streams: Streams = NO_STREAMS
 ) -> torch.Tensor:
     """x [T, K] times the transpose of weight [N, K], plus bias [N]: [T, N], in x's dtype.
 
-    tiles: our own kernel's for some numbers of rows, as for the operations below.
+    streams: what it is streamed with at some numbers of rows, as for the operations below.
     """
+    stream = stream_of(x, streams)
+    if stream is not None:
+        return streamed_linear(x, weight, stream, bias=bias)
     if is_skinny(x, weight):
         return skinny_linear(x, weight, bias=bias)[0]
-    tile = tile_of(x, tiles)
-    if tile is not None:
-        return tiled_linear(x, weight, tile, bias=bias)
     if x.device.type == "cpu" and x.dtype == torch.float32 and 0 < x.shape[0] <= FEW_ROWS:
         out = _weight_first(x, weight)
         return out if bias is None else out.add_(bias)
@@ -49,16 +45,16 @@ def norm_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    tiles: Tiles = NO_TILES,
+    streams: Streams = NO_STREAMS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (linear(norm(x + residual), weight, bias), x + residual); no residual counts as zero.
 
     x, residual: [T, K], contiguous. norm_weight: [K], of a root-mean-square norm. weight: [N, K]. bias: [N].
     """
-    if is_skinny(x, weight):
+    if stream_of(x, streams) is None and is_skinny(x, weight):
         return skinny_linear(x, weight, bias=bias, residual=residual, norm_weight=norm_weight, eps=eps)
     normed, total = _add_norm(x, residual, norm_weight, eps)
-    return linear(normed, weight, bias, tiles=tiles), total
+    return linear(normed, weight, bias, streams=streams), total
 
 
 def norm_gated_linear(
@@ -69,20 +65,21 @@ def norm_gated_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    tiles: Tiles = NO_TILES,
+    streams: Streams = NO_STREAMS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (silu(gate) * up, x + residual), where gate and up are the halves of norm_linear's result.
 
     weight: [2 * N, K], gate's rows before up's; the result is [T, N].
+    streams: without bias of the gated product, with bias of the plain one.
     """
     if bias is None:
+        stream = stream_of(x, streams)
+        if stream is not None:
+            normed, total = _add_norm(x, residual, norm_weight, eps)
+            return streamed_linear(normed, weight, stream, gated=True), total
         if is_skinny(x, weight):
             return skinny_linear(x, weight, residual=residual, norm_weight=norm_weight, eps=eps, gated=True)
-        tile = tile_of(x, tiles)
-        if tile is not None:
-            normed, total = _add_norm(x, residual, norm_weight, eps)
-            return tiled_linear(normed, weight, tile, gated=True), total
-    gate_up, total = norm_linear(x, residual, norm_weight, eps, weight, bias)
+    gate_up, total = norm_linear(x, residual, norm_weight, eps, weight, bias, streams=streams)
     return silu_and_mul(gate_up), total
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from paceline.kernels.decode_work import BLOCK_N, DecodeWork, plan_decode
 from paceline.kernels.launch import dependent_launch, launch
+from paceline.kernels.paged_decode_attention_hopper import fits_hopper_decode, paged_decode_attention_hopper
 from paceline.kernels.paged_decode_kernel import COMBINED_AT_ONCE, decode_kernel
 
 _GATHER_BYTES = 2 << 20
@@ -46,9 +47,8 @@ def paged_decode_attention(
     """
     if q.is_cuda:
         work = plan_decode(query_start, seq_lens, k_cache.shape[2]) if work is None else work
-        paged_decode_attention_triton(
-            q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out, work
-        )
+        attend = paged_decode_attention_hopper if fits_hopper_decode(q, k_cache) else paged_decode_attention_triton
+        attend(q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out, work)
     else:
         paged_decode_attention_reference(
             q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out
@@ -147,6 +147,7 @@ def paged_decode_attention_triton(
         seq_lens,
         work.rows,
         work.chunks,
+        work.firsts,
         work.chunk_len,
         work.arrivals,
         torch.empty((pieces, num_heads, head_dim), dtype=torch.float32, device=q.device),

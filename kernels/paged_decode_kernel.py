@@ -31,6 +31,7 @@ def decode_kernel(
     seq_lens_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     chunks_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
     chunk_len_ptr: tl.tensor,
     arrivals_ptr: tl.tensor,
     partial_ptr: tl.tensor,
@@ -102,10 +103,11 @@ def decode_kernel(
     if num_chunks == 1:
         tl.store(out_ptr + offsets, result, mask=mask)
     else:
-        share = piece.to(tl.int64) * KV_HEADS * GROUP + head
+        first_of_row = tl.load(firsts_ptr + piece).to(tl.int64)
+        share = (first_of_row + chunk) * KV_HEADS * GROUP + head
         tl.store(partial_ptr + share[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
         tl.store(log_sums_ptr + share, row_max + tl.log2(row_sum), mask=members < GROUP)
-        first_share = (piece - chunk).to(tl.int64) * KV_HEADS * GROUP + kv_head * GROUP
+        first_share = first_of_row * KV_HEADS * GROUP + kv_head * GROUP
         _combine_if_last(
             arrivals_ptr + row * KV_HEADS + kv_head, partial_ptr, log_sums_ptr,
             out_ptr + (token * KV_HEADS + kv_head) * GROUP * HEAD_DIM, first_share,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map_only
 
@@ -41,6 +42,11 @@ class StandIns(TorchFunctionMode):
                 return self._device
             if func == _IS_CUDA:
                 return True
+            if func.__name__.endswith("_") and not func.__name__.endswith("__"):
+                return _without_content(args[0])  # of what changes contents
+            if func in _SHAPES:
+                shape, dtype = _SHAPES[func](*args)
+                return torch.empty(shape, dtype=kwargs.get("dtype", dtype), device="meta")
             args, kwargs = tree_map_only(torch.Tensor, _without_content, (args, kwargs))
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == self._device.type:
@@ -54,4 +60,14 @@ def is_stand_in(argument: object) -> bool:
 
 
 def _without_content(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+_SHAPES: dict[Callable[..., Any], Callable[..., tuple[Sequence[int], torch.dtype]]] = {
+    functional.embedding: lambda ids, weight: ((*ids.shape, weight.shape[1]), weight.dtype),
+    functional.linear: lambda x, weight, bias=None: ((*x.shape[:-1], weight.shape[0]), x.dtype),
+    torch.empty_like: lambda tensor: (tensor.shape, tensor.dtype),
+}
+"""The results of operations for which torch's meta device would import sympy, which takes as long as all of torch."""

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.kernels.linear import NO_TILES, norm_linear
+from paceline.kernels.linear import norm_linear
+from paceline.kernels.streamed_linear import NO_STREAMS
 from paceline.model.communicator import Communicator
 from paceline.model.norm import RMSNorm
 from paceline.model.parameter import ShardedParameter, stack_shards
@@ -44,11 +45,11 @@ class ParallelLMHead(nn.Module):
             if tied_to is None
             else tied_to.weight
         )
-        self.tiles = NO_TILES
+        self.streams = NO_STREAMS
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The final norm of x + residual [N, width], and its logits [N, vocab.padded].
 
         Columns from vocab.length on are padding; they are zero, not the lowest, so whoever chooses must mask them.
         """
-        return norm_linear(x, residual, norm.weight, norm.eps, self.weight, tiles=self.tiles)[0]
+        return norm_linear(x, residual, norm.weight, norm.eps, self.weight, streams=self.streams)[0]

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from paceline.kernels.linear import NO_TILES, linear, norm_gated_linear, norm_linear
+from paceline.kernels.linear import linear, norm_gated_linear, norm_linear
+from paceline.kernels.streamed_linear import NO_STREAMS
 from paceline.model.communicator import Communicator
 from paceline.model.norm import RMSNorm
 from paceline.model.parameter import Shard, ShardedParameter, ShardId, stack_shards
@@ -25,13 +26,13 @@ class MergedColumnParallelLinear(nn.Module):
         rows = sum(span.padded for span in out_spans.values())
         self.weight = ShardedParameter((rows, in_features), dtype, stack_shards(out_spans, in_features))
         self.bias = ShardedParameter((rows,), dtype, stack_shards(out_spans, None)) if bias else None
-        self.tiles = NO_TILES
+        self.streams = NO_STREAMS
 
     def forward(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the layer of norm(x + residual), x + residual): [T, the spans' padded widths] and [T, in_features]."""
-        return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, tiles=self.tiles)
+        return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, streams=self.streams)
 
 
 class GatedColumnParallelLinear(MergedColumnParallelLinear):
@@ -44,7 +45,7 @@ class GatedColumnParallelLinear(MergedColumnParallelLinear):
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(silu(gate) * up of norm(x + residual), x + residual): [T, width.padded] and [T, in_features]."""
-        return norm_gated_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, tiles=self.tiles)
+        return norm_gated_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, streams=self.streams)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -73,11 +74,11 @@ class RowParallelLinear(nn.Module):
         shards: dict[ShardId, Shard] = {None: Shard((out_features, in_span.total), 1, in_span)}
         self.weight = ShardedParameter((out_features, in_span.padded), dtype, shards)
         self.bias = ShardedParameter.replicated((out_features,), dtype) if bias else None
-        self.tiles = NO_TILES
+        self.streams = NO_STREAMS
         self._comm = comm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_span.padded] -> [T, out_features], the same on every rank."""
-        out = self._comm.all_reduce(linear(x, self.weight, tiles=self.tiles))
+        out = self._comm.all_reduce(linear(x, self.weight, streams=self.streams))
         # Every rank holds the whole bias: added before the sum it would count once a rank.
         return out if self.bias is None else out.add_(self.bias)

@@ -1,18 +1,17 @@
-"""Choosing the fastest way of each matrix product at each number of rows: a tile of our kernel, or the library.
+"""Choosing the faster way of each matrix product at each number of rows: streamed, or as it is without that.
 
 Measured on the model's own weights, layer after layer, as a step runs them: so the L2 cache holds no weight of the
-next layer, and what a kernel gains by starting early is counted.
+next layer, and what a kernel gains by starting early is counted, as is what the other way computes along with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from paceline.kernels.launch import shared_memory
 from paceline.kernels.linear import linear
-from paceline.kernels.tiled_linear import MAX_BUCKET, MIN_BUCKET, Tile, candidate_tiles
+from paceline.kernels.streamed_linear import NO_STREAMS, Stream, Streams, cuts_of, make_exchange
 from paceline.model.decoder import CausalLM
 from paceline.model.embedding import ParallelLMHead
 from paceline.model.linear import GatedColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
@@ -22,12 +21,11 @@ Layer = MergedColumnParallelLinear | RowParallelLinear | ParallelLMHead
 Measure = Callable[[Callable[[], None]], float]
 """Seconds that the launches of a function take."""
 
-BUCKETS = [1 << power for power in range(MIN_BUCKET.bit_length() - 1, MAX_BUCKET.bit_length())]
 ENOUGH_BYTES = 1 << 28
 """Weights of one kind that are more than any L2 cache holds; more layers than have these are not measured."""
 REPLAYS = 5
 LEAST_GAIN = 0.02
-"""A tile that is not faster than the library by this share is not worth its place."""
+"""A stream that is not faster than the other way by this share is not worth its place."""
 
 
 class ProductTuner:
@@ -40,57 +38,73 @@ class ProductTuner:
         for layer in model.modules():
             if isinstance(layer, Layer):
                 self._products.setdefault(_name(layer), []).append(layer)
-        self._choices = {name: cache.read(name) for name in self._products}
+        self._streams = _streams_of(self._products)
+        self._choices = {name: cache.read(name) for name, streams in self._streams.items() if streams}
 
     @property
     def unknown(self) -> list[str]:
-        """The products of which not everything is known."""
-        return [name for name, choice in self._choices.items() if choice.keys() != set(BUCKETS)]
+        """The products of which not everything is known; none on a GPU that streams nothing."""
+        return [name for name, choice in self._choices.items() if self._streams[name].keys() - choice.keys()]
 
     def launch_all(self) -> None:
-        """Launch every way of the unknown products once: within `compile_only`, to compile them."""
+        """Launch both ways of the unknown products once: within `compile_only`, to compile them."""
         for name in self.unknown:
-            for bucket in BUCKETS:
-                self._seconds(self._products[name][:1], bucket, _launch)
+            for bucket in self._streams[name]:
+                self._seconds(name, self._products[name][:1], bucket, _launch)
 
     def measure(self, seconds: Measure) -> None:
-        """Find the fastest way of the unknown products, and keep it in the cache."""
+        """Find the faster way of the unknown products, and keep it in the cache."""
         for name in self.unknown[:1]:
             # For nothing: a GPU that had no work runs slower than it will.
-            self._seconds(_more_than_cached(self._products[name]), MAX_BUCKET, seconds)
+            self._seconds(name, _more_than_cached(self._products[name]), max(self._streams[name]), seconds)
         for name in self.unknown:
             layers = _more_than_cached(self._products[name])
-            self._choices[name] = {bucket: _fastest(self._seconds(layers, bucket, seconds)) for bucket in BUCKETS}
-            self._cache.write(name, self._choices[name])
+            choice = {}
+            for bucket in self._streams[name]:
+                streamed, other = self._seconds(name, layers, bucket, seconds)
+                choice[bucket] = streamed < (1 - LEAST_GAIN) * other
+            self._choices[name] = choice
+            self._cache.write(name, choice)
 
     def apply(self) -> None:
-        """Give every layer its tiles."""
-        for name, layers in self._products.items():
-            tiles = {bucket: tile for bucket, tile in self._choices[name].items() if tile is not None}
-            for layer in layers:
-                layer.tiles = tiles
+        """Give every layer the streams that are the faster way."""
+        for name, choice in self._choices.items():
+            chosen = {bucket: stream for bucket, stream in self._streams[name].items() if choice[bucket]}
+            for layer in self._products[name]:
+                layer.streams = chosen
 
-    def _seconds(self, layers: Sequence[Layer], bucket: int, seconds: Measure) -> dict[Tile | None, float]:
-        """How long the layers take one after the other, for the library (None) and each tile that the GPU can hold."""
+    def _seconds(self, name: str, layers: Sequence[Layer], bucket: int, seconds: Measure) -> tuple[float, float]:
+        """How long some layers of a product take one after the other: streamed, and else."""
         weight = layers[0].weight
-        gated = isinstance(layers[0], GatedColumnParallelLinear)
-        most_bytes = shared_memory(weight.device)
-        tiles = [tile for tile in candidate_tiles(bucket) if tile.shared_bytes(gated) <= most_bytes]
         x = torch.randn((bucket, weight.shape[1]), dtype=weight.dtype, device=weight.device)
 
         def launches() -> None:
             for layer in layers:
                 if isinstance(layer, RowParallelLinear):
-                    linear(x, layer.weight, tiles=layer.tiles)
+                    linear(x, layer.weight, streams=layer.streams)
                 else:
                     layer(self._norm, x, x)
 
-        figures: dict[Tile | None, float] = {}
-        for tile in (*tiles, None):
+        def timed(streams: Streams) -> float:
             for layer in layers:
-                layer.tiles = {} if tile is None else {bucket: tile}
-            figures[tile] = seconds(launches)
-        return figures
+                layer.streams = streams
+            return seconds(launches)
+
+        return timed({bucket: self._streams[name][bucket]}), timed(NO_STREAMS)
+
+
+def _streams_of(products: Mapping[str, Sequence[Layer]]) -> dict[str, Streams]:
+    """What each product can be streamed with: all exchange through one tensor, since a model runs on one stream."""
+    cuts = {name: cuts_of(layers[0].weight, gated=_is_gated(layers[0])) for name, layers in products.items()}
+    if not any(cuts.values()):
+        return dict.fromkeys(products, NO_STREAMS)
+    exchange = make_exchange(next(iter(products.values()))[0].weight.device)
+    return {name: {bucket: Stream(cut, exchange) for bucket, cut in of.items()} for name, of in cuts.items()}
+
+
+def _is_gated(layer: Layer) -> bool:
+    """Whether the activation is a part of the product, which it is without bias."""
+    return isinstance(layer, GatedColumnParallelLinear) and layer.bias is None
 
 
 def _launch(launches: Callable[[], None]) -> float:
@@ -119,7 +133,10 @@ def gpu_seconds(launches: Callable[[], None]) -> float:
 
 def _name(layer: Layer) -> str:
     """What a product's speed depends on, as a file's name."""
-    kind = "gated" if isinstance(layer, GatedColumnParallelLinear) else "plain"
+    if isinstance(layer, RowParallelLinear):
+        kind = "plain"
+    else:
+        kind = "norm-gated" if isinstance(layer, GatedColumnParallelLinear) else "norm"
     if isinstance(layer, MergedColumnParallelLinear) and layer.bias is not None:
         kind += "-bias"
     columns, size = layer.weight.shape
@@ -128,8 +145,3 @@ def _name(layer: Layer) -> str:
 
 def _more_than_cached(layers: Sequence[Layer]) -> Sequence[Layer]:
     return layers[: 1 + ENOUGH_BYTES // layers[0].weight.nbytes]
-
-
-def _fastest(figures: dict[Tile | None, float]) -> Tile | None:
-    best = min(figures, key=lambda tile: figures[tile])
-    return best if figures[best] < (1 - LEAST_GAIN) * figures[None] else None

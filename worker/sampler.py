@@ -257,10 +257,7 @@ class Sampler:
         state, slots = self._state, filtered.slots
         whole = filter_logits(
             self._gather(logits.index_select(0, filtered.index).float()),
-            state.temperature[slots],
-            state.top_k[slots],
-            state.top_p[slots],
-            state.min_p[slots],
+            *(each.index_select(0, slots) for each in (state.temperature, state.top_k, state.top_p, state.min_p)),
         )
         mine = whole[:, self._vocab.start : self._vocab.start + self._vocab.length]
         padding = logits.shape[1] - mine.shape[1]
@@ -270,7 +267,7 @@ class Sampler:
     def compile_rules(self, num_rows: int) -> None:
         """Within `compile_only`: compile what so many rows launch where any has rules that make logits float32."""
         device = self._state.device
-        index = torch.arange(num_rows, device=device)
+        index = torch.zeros(num_rows, dtype=torch.int64, device=device)
         everyone = _Group(list(range(num_rows)), index, index.int())
         logits = torch.empty((num_rows, self._vocab.padded), dtype=torch.float32, device=device)
         self.draw(self._filter(logits, everyone))

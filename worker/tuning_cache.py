@@ -12,20 +12,18 @@ import logging
 import os
 import re
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import triton
 import xxhash
 
-import paceline.kernels.tiled_linear
-from paceline.kernels.tiled_linear import Tile, candidate_tiles
+from paceline.kernels import skinny_linear, stream_cut, streamed_exchange, streamed_linear
 
 logger = logging.getLogger(__name__)
 
-Choice = dict[int, Tile | None]
-"""For each bucket of rows that was measured, the fastest tile, or None where the library is."""
+Choice = dict[int, bool]
+"""For each bucket of rows that was measured, whether streaming the product is the faster way."""
 
 
 class TuningCache:
@@ -40,7 +38,7 @@ class TuningCache:
         """The user's cache for this GPU: in $XDG_CACHE_HOME/paceline, or ~/.cache/paceline."""
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         gpu = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device))
-        return cls(Path(home, "paceline", "tiles", f"{gpu}-{_build()}"))
+        return cls(Path(home, "paceline", "products", f"{gpu}-{_build()}"))
 
     def read(self, name: str) -> Choice:
         """What is known of a product; empty where nothing is."""
@@ -49,13 +47,13 @@ class TuningCache:
             return _choice(json.loads(path.read_text()))
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError) as error:
             logger.warning("%s cannot be used and is measured again: %s", path, error)
             return {}
 
     def write(self, name: str, choice: Choice) -> None:
         """Keep what is known of a product."""
-        content = json.dumps({rows: None if tile is None else asdict(tile) for rows, tile in choice.items()})
+        content = json.dumps(choice)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=f"{name}.", delete=False) as file:
@@ -71,20 +69,15 @@ class TuningCache:
 
 
 def _build() -> str:
-    """What a measurement depends on beside the GPU: the kernel, its compiler, and the library it is compared with."""
-    source = Path(paceline.kernels.tiled_linear.__file__).read_bytes()
+    """What a measurement depends on beside the GPU: the kernels, their compiler, and the library."""
+    modules = (stream_cut, streamed_linear, streamed_exchange, skinny_linear)
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     versions = f"{triton.__version__} {torch.__version__} {torch.version.cuda}"
-    return xxhash.xxh3_64_hexdigest(source + versions.encode())
+    return xxhash.xxh3_64_hexdigest(sources + versions.encode())
 
 
 def _choice(content: object) -> Choice:
-    """Raises ValueError, TypeError or KeyError for what no choice is written as."""
-    if not isinstance(content, dict):
-        raise ValueError("it is no JSON object")
-    choice: Choice = {}
-    for rows, fields in content.items():
-        tile = None if fields is None else Tile(**fields)
-        if tile is not None and tile not in candidate_tiles(int(rows)):
-            raise ValueError(f"{tile} is none of the tiles for {rows} rows")
-        choice[int(rows)] = tile
-    return choice
+    """Raises ValueError for what no choice is written as."""
+    if not isinstance(content, dict) or not all(isinstance(streamed, bool) for streamed in content.values()):
+        raise ValueError("it is no JSON object of booleans")
+    return {int(rows): streamed for rows, streamed in content.items()}

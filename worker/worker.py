@@ -129,8 +129,6 @@ class Worker:
     @torch.inference_mode()
     def _tune_products(self) -> None:
         """Choose the kernels of the matrix products: as the user's cache has it, or else by measuring them."""
-        if self._dtype.itemsize != 2:
-            return  # there are none of our own
         tuner = ProductTuner(self._model, TuningCache.of(self._ranks.device))
         if tuner.unknown:
             start = time.monotonic()

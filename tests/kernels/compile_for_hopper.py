@@ -17,16 +17,18 @@ from triton.runtime.jit import JITFunction
 
 import paceline.kernels
 from paceline.kernels.advance_rows import advance_rows
+from paceline.kernels.decode_work import plan_decode
 from paceline.kernels.gumbel_argmax import gumbel_argmax
 from paceline.kernels.launch import compile_only
 from paceline.kernels.paged_attention import paged_attention
+from paceline.kernels.paged_decode_attention import paged_decode_attention_triton
 from paceline.kernels.paged_prefill_attention_triton import paged_prefill_attention_triton
 from paceline.kernels.prepare_inputs import prepare_inputs
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm
 from paceline.kernels.rotary_and_store import rotary_and_store
 from paceline.kernels.silu_and_mul import silu_and_mul
 from paceline.kernels.skinny_linear import skinny_linear
-from paceline.kernels.tiled_linear import candidate_tiles, tiled_linear
+from paceline.kernels.streamed_linear import Stream, cuts_of, make_exchange, streamed_linear
 from paceline.kernels.top_k_top_p import filter_logits
 
 MAX_SHARED_BYTES = 227 * 1024
@@ -41,6 +43,16 @@ LINEAR = (
     (151936, 1024, True, False),
     (12288, 4096, True, True),
 )
+
+STREAMED = (
+    # Columns, inner dimension, gated: in one piece, in eight, and others that are cut as the first.
+    (4096, 1024, False),
+    (1024, 3072, False),
+    (3072, 1024, True),
+    (384, 1024, True),
+    (151936, 2048, False),
+)
+STREAMED_VARIANTS = 2 * 5 + 2 * 6 + 1
 
 
 class Hopper:
@@ -93,10 +105,9 @@ def call_all() -> None:
     for num_rows in (1, 4):
         for columns, size, with_norm, gated in LINEAR:
             call_linear(num_rows, columns, size, with_norm, gated)
-    for bucket in (16, 32, 64, 128, 256):
-        for tile in candidate_tiles(bucket):
-            tiled_linear(tensor(bucket, 1024), tensor(6144, 1024), tile, gated=True)
-    tiled_linear(tensor(20, 3000), tensor(1000, 3000), tile, bias=tensor(1000))
+    for columns, size, gated in STREAMED:
+        call_streamed(columns, size, gated)
+    streamed_with_bias(1000, 1000)
     for num_rows in (1, 256):
         settings = floats(SLOTS), tensor(SLOTS, dtype=torch.int64), ints(SLOTS), ints(num_rows)
         gumbel_argmax(tensor(num_rows, 151936), *settings, 0, 151936, ints(SLOTS))
@@ -123,7 +134,10 @@ def call_attention(heads: int, kv_heads: int, head_dim: int, *, rotated: int, wi
         "seq_lens": ints(num_rows),
     }
     paged_attention(query, *caches, **rows, scale=0.1)
-    paged_prefill_attention_triton(query, *caches, **rows, scale=0.1, out=query)  # other GPUs take it for all heads
+    # Other GPUs take these for all heads.
+    paged_prefill_attention_triton(query, *caches, **rows, scale=0.1, out=query)
+    work = plan_decode(rows["query_start"], rows["seq_lens"], kv_heads)
+    paged_decode_attention_triton(query, *caches, **rows, scale=0.1, out=query, work=work)
 
 
 def call_linear(num_rows: int, columns: int, size: int, with_norm: bool, gated: bool) -> None:
@@ -135,6 +149,19 @@ def call_linear(num_rows: int, columns: int, size: int, with_norm: bool, gated: 
         eps=1e-6,
         gated=gated,
     )
+
+
+def call_streamed(columns: int, size: int, gated: bool) -> None:
+    weight = tensor(2 * columns if gated else columns, size)
+    exchange = make_exchange(weight.device)
+    for bucket, cut in cuts_of(weight, gated=gated).items():
+        streamed_linear(tensor(bucket - 1, size), weight, Stream(cut, exchange), gated=gated)
+
+
+def streamed_with_bias(columns: int, size: int) -> None:
+    weight = tensor(columns, size)
+    stream = Stream(cuts_of(weight)[32], make_exchange(weight.device))
+    streamed_linear(tensor(20, size), weight, stream, bias=tensor(columns))
 
 
 def find_kernels() -> dict[str, JITFunction]:
@@ -162,6 +189,8 @@ def main() -> None:
     variants = {name: len(kernel.device_caches[0][0]) for name, kernel in kernels.items()}
     if not all(variants.values()):
         raise RuntimeError(f"no operation that this script calls launches one of {variants}")
+    if variants["_streamed_kernel"] != STREAMED_VARIANTS:
+        raise RuntimeError(f"{variants['_streamed_kernel']} variants of streamed products, not {STREAMED_VARIANTS}")
     print(f"compiled {len(kernels)} kernels in {sum(variants.values())} variants")
 
 

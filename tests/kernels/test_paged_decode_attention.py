@@ -1,7 +1,8 @@
-"""Decode attention over poisoned caches, against float64 attention a query at a time."""
+"""Decode attention over poisoned caches, against attention in float64."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from paceline.kernels.paged_decode_attention import (
     paged_decode_attention_reference,
     paged_decode_attention_triton,
 )
+from paceline.kernels.paged_decode_attention_hopper import paged_decode_attention_hopper
 
 SHAPES = [(9, 3, 64), (14, 2, 64), (4, 2, 128), (8, 2, 80), (2, 2, 16), (5, 1, 96), (1, 1, 256)]
 
@@ -29,6 +31,8 @@ def decode() -> Callable[..., torch.Tensor]:
         tensors = (q, rows.k_cache, rows.v_cache, rows.block_tables, ids[:-1], ids, rows.seq_lens, scale, out)
         if which == "reference":
             paged_decode_attention_reference(*tensors)
+        elif which == "hopper":
+            paged_decode_attention_hopper(*tensors, plan_decode(ids, rows.seq_lens, rows.k_cache.shape[2]))
         elif which == "kernel":
             paged_decode_attention_triton(*tensors, plan_decode(ids, rows.seq_lens, rows.k_cache.shape[2]))
         else:
@@ -132,22 +136,76 @@ def test_rows_of_no_and_of_several_tokens_are_left_alone(
     assert_attention(out[[0, 3]], by_slot[[2, 1]])
 
 
-def test_chunks_cover_every_row_once_and_are_about_equal(device: torch.device) -> None:
-    seq_lens = [1, 5000, 130, 0, 128, 2048]
-    query_lens = [1, 1, 1, 0, 2, 1]
+@pytest.mark.parametrize("seq_lens", [[1, 5000, 130, 0, 128, 2048, 130], [700] * 3, [900, 70] * 40])
+def test_chunks_cover_every_row_once_and_the_longest_come_first(seq_lens: list[int], device: torch.device) -> None:
+    several = 4  # a row of two query tokens
+    query_lens = [0 if length == 0 else 2 if row == several else 1 for row, length in enumerate(seq_lens)]
     starts = torch.tensor([0, *query_lens], device=device).cumsum(0).to(torch.int32)
     work = plan_decode(starts, torch.tensor(seq_lens, dtype=torch.int32, device=device), 2)
-    length = int(work.chunk_len)
-    assert length % decode_work.BLOCK_N == 0
-    pieces = [(row, chunk) for row, chunk in zip(work.rows.tolist(), work.chunks.tolist(), strict=True) if row >= 0]
-    expected = [
-        (row, chunk)
-        for row, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True))
-        if query_len == 1
-        for chunk in range(-(-seq_len // length))
-    ]
-    assert pieces == expected
+    chunk_len = int(work.chunk_len)
+    assert chunk_len % decode_work.BLOCK_N == 0
+    expected, firsts = {}, {}
+    for row, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        firsts[row] = len(expected)
+        if query_len == 1:
+            expected |= {
+                (row, chunk): min(chunk_len, seq_len - chunk * chunk_len) for chunk in range(-(-seq_len // chunk_len))
+            }
+    rows, chunks = work.rows.tolist(), work.chunks.tolist()
+    pieces = [(row, chunk) for row, chunk in zip(rows, chunks, strict=True) if row >= 0]
+    assert rows[len(pieces) :] == [-1] * (len(rows) - len(pieces))
+    assert sorted(pieces) == sorted(expected)
+    lengths = [expected[piece] for piece in pieces]
+    assert lengths == sorted(lengths, reverse=True)
+    assert work.firsts.tolist()[: len(pieces)] == [firsts[row] for row, _ in pieces]
     assert not work.arrivals.any()
+
+
+def test_rows_of_about_the_same_length_stay_whole(device: torch.device) -> None:
+    """A program's share would be shorter than the longest, but it is not worth putting results together."""
+    programs = decode_work.PROGRAMS_PER_PROCESSOR * decode_work.num_processors(device)
+    lengths = [1000 + 200 * row // programs for row in range(programs)]
+    work = plan_decode(
+        torch.arange(programs + 1, dtype=torch.int32, device=device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+        1,
+    )
+    assert int(work.chunk_len) >= max(lengths)
+
+
+# Kernels for Hopper take seconds to compile: these are few.
+HOPPER_SHAPES = [
+    (torch.bfloat16, 9, 3, 64, 16),
+    (torch.bfloat16, 32, 8, 128, 16),
+    (torch.float16, 16, 8, 128, 32),
+    (torch.bfloat16, 5, 5, 128, 64),
+    (torch.bfloat16, 16, 1, 128, 16),
+]
+"""Dtype, query heads, KV heads, head size, block size."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "heads", "kv_heads", "head_dim", "block_size"), HOPPER_SHAPES)
+def test_hopper_kernel_on_random_rows(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    make_rows: Callable,
+    decode: Callable,
+    assert_attention: Callable,
+) -> None:
+    """Rows of every remainder of a run and a tile, alone and many, one chunk and many."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    choose = random.Random(0)
+    lens = [[1], [2, 16, 17, 63, 64, 65, 80], [8000], list(range(1, 200)), [choose.randint(1, 3000) for _ in range(70)]]
+    for seq_lens in lens:
+        rows = make_rows(seq_lens, kv_heads, head_dim, dtype, block_size)
+        q = torch.randn(len(seq_lens), heads, head_dim, device="cuda").to(dtype)
+        for _ in range(2):  # the second time with what the first left in memory
+            assert_attention(decode("hopper", q, rows, 0.1), rows.expected(q, [1] * len(seq_lens), 0.1))
 
 
 @pytest.mark.gpu

@@ -15,15 +15,16 @@ from triton.runtime import driver
 
 from paceline.coordinator.config import EngineConfig
 from paceline.kernels.stand_ins import StandIns
-from paceline.kernels.tiled_linear import candidate_tiles
+from paceline.kernels.stream_cut import BUCKETS
 from paceline.model.communicator import Communicator, ProcessGroupCommunicator, SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_plan import ShardPlan
 from paceline.worker.batch_state import BatchState, StepShape
-from paceline.worker.product_tuning import BUCKETS, Layer
+from paceline.worker.product_tuning import ProductTuner
 from paceline.worker.sampler import Sampler, _Group
 from paceline.worker.step_graphs import GraphShapes
+from paceline.worker.tuning_cache import Choice
 from paceline.worker.worker import Worker
 
 GPU = torch.device("cuda", 0)
@@ -52,6 +53,16 @@ class Hopper:
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
+
+
+class Known:
+    """A cache of what was measured: every product is streamed, or none is."""
+
+    def __init__(self, streamed: bool) -> None:
+        self._streamed = streamed
+
+    def read(self, name: str) -> Choice:
+        return dict.fromkeys(BUCKETS, self._streamed)
 
 
 class Noted:
@@ -84,9 +95,6 @@ def worker_of(config: ModelConfig, engine: EngineConfig, comm: Communicator) -> 
     worker.state = BatchState(engine.max_num_seqs, engine.max_model_len, engine.block_size, GPU)
     worker._sampler = Sampler(worker.state, comm, worker._model.vocab, config.vocab_size)
     worker._kv_caches = worker._make_caches(100)
-    for module in worker._model.modules():
-        if isinstance(module, Layer):
-            module.tiles = {bucket: candidate_tiles(bucket)[0] for bucket in BUCKETS}
     return worker
 
 
@@ -111,15 +119,16 @@ def launch_all_steps(worker: Worker) -> None:
         worker._sampler.choose(worker._sampler._filter(logits, filtered))
 
 
-def check(engine: EngineConfig, num_ranks: int = 1, **changes: object) -> None:
+def check(engine: EngineConfig, num_ranks: int = 1, *, streamed: bool = True, **changes: object) -> None:
     config = ModelConfig.from_dict(MODEL | changes)
     with StandIns(GPU):
         worker = worker_of(config, engine, last_of(num_ranks))
+        ProductTuner(worker._model, Known(streamed)).apply()
     compiled = noted(worker._compile_kernels)
     missed = noted(lambda: launch_all_steps(worker)) - compiled
     if missed:
         raise RuntimeError("the start does not compile:\n" + "\n".join(sorted(missed)))
-    print(f"{len(compiled)} variants")
+    print(f"{len(compiled)} variants, {sum('_streamed_kernel' in name for name in compiled)} of streamed products")
 
 
 def main() -> None:
@@ -131,6 +140,7 @@ def main() -> None:
     for slots in (1, 21, 250):
         check(EngineConfig(model="", max_num_seqs=slots, max_batched_tokens=2048, max_model_len=2000))
     small = EngineConfig(model="", max_num_seqs=50, max_batched_tokens=300, max_model_len=500)
+    check(small, streamed=False)
     check(small, vocab_size=49152, head_dim=80)
     check(small, num_ranks=3)
 

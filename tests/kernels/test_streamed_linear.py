@@ -1,0 +1,159 @@
+"""Streamed products on a Hopper GPU, against float64, and where they are not streamed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from paceline.kernels.linear import linear, norm_gated_linear, norm_linear
+from paceline.kernels.rms_norm import rms_norm
+from paceline.kernels.skinny_linear import skinny_linear
+from paceline.kernels.stream_cut import BUCKETS, Cut
+from paceline.kernels.streamed_linear import NO_STREAMS, Stream, cuts_of, make_exchange, stream_of, streamed_linear
+
+
+@pytest.fixture
+def hopper() -> torch.device:
+    """A GPU that has what the kernel uses."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return torch.device("cuda")
+
+
+@pytest.fixture
+def exchange(hopper: torch.device) -> torch.Tensor:
+    return make_exchange(hopper)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
+    product = x.double() @ weight.double().T
+    if bias is not None:
+        product += bias.double()
+    if not gated:
+        return product
+    gate, up = product.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extras", ["", "bias", "gated"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [64, 1000, 3072])
+@pytest.mark.parametrize("num_columns", [264, 1032, 9000])
+def test_every_bucket(
+    num_columns: int, size: int, dtype: torch.dtype, extras: str, hopper: torch.device, exchange: torch.Tensor
+) -> None:
+    """Rows and columns that fill no tile, few and many steps, on an H200 in eight pieces, four and one.
+
+    The exchange is left as it was.
+    """
+    gated = extras == "gated"
+    weight = (torch.randn(num_columns * (1 + gated), size, device=hopper) * size**-0.5).to(dtype)
+    bias = torch.randn(num_columns, device=hopper).to(dtype) if extras == "bias" else None
+    cuts = cuts_of(weight, gated=gated)
+    assert list(cuts) == list(BUCKETS if gated else BUCKETS[:-1])
+    for bucket, cut in cuts.items():
+        assert cut.rows == bucket
+        for num_rows in (1, bucket // 2 + 3, bucket):
+            x = torch.randn(num_rows, size, device=hopper).to(dtype)
+            out = streamed_linear(x, weight, Stream(cut, exchange), bias=bias, gated=gated)
+            assert out.dtype == dtype
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(out.double(), exact(x, weight, bias, gated), rtol=eps, atol=eps)
+    assert (exchange == -1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_not_a_number_stays_in_its_row(pieces: int, hopper: torch.device, exchange: torch.Tensor) -> None:
+    """Whatever the bits of one are, no program waits for another number in its place."""
+    x = torch.ones(9, 512, dtype=torch.bfloat16, device=hopper)
+    x[4, 7] = torch.tensor(-1, dtype=torch.int16).view(torch.bfloat16)
+    weight = torch.ones(64, 512, dtype=torch.bfloat16, device=hopper)
+    out = streamed_linear(x, weight, Stream(Cut(16, 128, 3, pieces), exchange))
+    assert out[4].isnan().all()
+    assert (out[[0, 1, 2, 3, 5, 6, 7, 8]] == 512).all()
+
+
+@pytest.mark.gpu
+def test_dependent_launches_wait_for_each_other(hopper: torch.device, exchange: torch.Tensor) -> None:
+    """A chain of products and norms in one graph gives the bits of the same ones, each when those before have ended."""
+    layers = [
+        (
+            torch.randn(2 * 1536, 1024, device=hopper).mul_(1024**-0.5).to(torch.bfloat16),
+            torch.randn(1024, 1536, device=hopper).mul_(1536**-0.5).to(torch.bfloat16),
+        )
+        for _ in range(8)
+    ]
+    cuts = cuts_of(layers[0][0], gated=True)[64], cuts_of(layers[0][1])[64]
+    assert cuts[0].pieces == 1 < cuts[1].pieces
+    streams = [Stream(cut, exchange) for cut in cuts]
+    start = torch.randn(50, 1024, device=hopper).to(torch.bfloat16)
+    ones = torch.ones_like(start[0])
+
+    def through(one_by_one: bool) -> torch.Tensor:
+        def ended(x: torch.Tensor) -> torch.Tensor:
+            if one_by_one:
+                torch.cuda.synchronize()
+            return x
+
+        x = start
+        for gate_up, down in layers:
+            x = ended(streamed_linear(x, gate_up, streams[0], gated=True))
+            x = ended(streamed_linear(x, down, streams[1]))
+            x = ended(rms_norm(x, ones, 1e-6))
+        return x
+
+    expected = through(one_by_one=True)
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = through(one_by_one=False)
+    for _ in range(20):
+        out.fill_(0)
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_rows_take_their_bucket_s_stream_before_any_other_way(hopper: torch.device, exchange: torch.Tensor) -> None:
+    """From two rows on; where there is none, the kernel for few rows, or the library."""
+    weight = torch.randn(128, 256, device=hopper).to(torch.bfloat16)
+    norm_weight = torch.ones_like(weight[0])
+    streams = {bucket: Stream(cut, exchange) for bucket, cut in cuts_of(weight).items()}
+    gated = {bucket: Stream(cut, exchange) for bucket, cut in cuts_of(weight, gated=True).items()}
+    norm = (None, norm_weight, 1e-6, weight)
+    for num_rows, bucket in ((1, None), (2, 8), (8, 8), (9, 16), (100, 128), (129, None), (300, None)):
+        x = torch.randn(num_rows, 256, device=hopper).to(torch.bfloat16)
+        stream = None if bucket is None else streams[bucket]
+        assert stream_of(x, streams) is stream
+        normed = rms_norm(x, norm_weight, 1e-6)
+        if stream is not None and bucket is not None:
+            expected, expected_of_norm = streamed_linear(x, weight, stream), streamed_linear(normed, weight, stream)
+            expected_gated = streamed_linear(normed, weight, gated[bucket], gated=True)
+            assert torch.equal(norm_gated_linear(x, *norm, streams=gated)[0], expected_gated)
+        elif num_rows == 1:
+            expected = skinny_linear(x, weight)[0]
+            expected_of_norm = skinny_linear(x, weight, norm_weight=norm_weight, eps=1e-6)[0]
+        else:
+            expected, expected_of_norm = functional.linear(x, weight), functional.linear(normed, weight)
+        assert torch.equal(linear(x, weight, streams=streams), expected)
+        assert torch.equal(norm_linear(x, *norm, streams=streams)[0], expected_of_norm)
+    few = torch.randn(2, 256, device=hopper).to(torch.bfloat16)
+    assert torch.equal(linear(few, weight, streams=NO_STREAMS), skinny_linear(few, weight)[0])
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_streamed(hopper: torch.device) -> None:
+    weight = torch.empty(2048, 512, dtype=torch.bfloat16, device=hopper)
+    assert cuts_of(weight, gated=True)
+    assert cuts_of(weight.float()) == {}
+    assert cuts_of(weight[:, :500].contiguous()) == {}
+    assert cuts_of(weight[:2044], gated=True) == {}
+
+
+def test_a_cpu_streams_nothing() -> None:
+    weight = torch.empty(128, 64, dtype=torch.bfloat16)
+    assert cuts_of(weight) == {}
+    assert stream_of(weight, {128: Stream(Cut(128, 64, 3), torch.empty(0))}) is None
