@@ -4,7 +4,8 @@
 
 Ways: `gather, softmax` copies the cache's blocks together and uses two products and a softmax; `gather, SDPA` does the
 same with PyTorch's fused attention; `SDPA` finds keys and values contiguous, as no engine with a paged cache has them;
-`naive Triton` has one program a row and head; `paceline` is the kernel of kernels/paged_decode_attention.py.
+`naive Triton` has one program a row and head; `Triton, paged` is the engine's first kernel, which GPUs other than
+Hopper still have; `paceline` is what the engine takes here, by kernels/paged_decode_attention.py.
 
 Each way is compared with float32 before it is timed. Bandwidths count keys and values read once. --write also draws
 docs/decode-attention.png.
@@ -27,7 +28,7 @@ from crossover import crossover
 from decode_attention_plot import draw
 
 from paceline.kernels.decode_work import DecodeWork, plan_decode
-from paceline.kernels.paged_decode_attention import paged_decode_attention
+from paceline.kernels.paged_decode_attention import paged_decode_attention, paged_decode_attention_triton
 
 CONTEXTS = (512, 2048, 8192, 32768)
 BATCHES = (1, 16, 128)
@@ -62,7 +63,7 @@ class Step:
     contiguous: tuple[torch.Tensor, torch.Tensor]
     """Keys and values, [R, K, L, D]."""
     out: torch.Tensor
-    work: DecodeWork | None
+    work: DecodeWork
     """A step deals its rows out once for all layers, so that is no part of what is timed."""
 
     @property
@@ -77,20 +78,14 @@ class Step:
         return keys, values
 
 
-def paged(step: Step) -> torch.Tensor:
-    """The engine's kernel; the one place that knows how it is called."""
-    paged_decode_attention(
-        step.q,
-        step.k_cache,
-        step.v_cache,
-        step.block_tables,
-        step.slots,
-        step.query_start,
-        step.seq_lens,
-        step.scale,
-        step.out,
-        step.work,
+def paged(step: Step, attend: Callable[..., None] = paged_decode_attention) -> torch.Tensor:
+    """The engine's kernel, or another of its form; the one place that knows how it is called."""
+    # fmt: off
+    attend(
+        step.q, step.k_cache, step.v_cache, step.block_tables, step.slots, step.query_start, step.seq_lens, step.scale,
+        step.out, step.work,
     )
+    # fmt: on
     return step.out
 
 
@@ -101,6 +96,7 @@ WAYS: dict[str, Callable[[Step], torch.Tensor]] = {
     "naive Triton": lambda step: baselines.naive_triton(
         step.q, step.k_cache, step.v_cache, step.block_tables, step.seq_lens, step.scale, step.out
     ),
+    "Triton, paged": lambda step: paged(step, paged_decode_attention_triton),
     OURS: paged,
 }
 

@@ -31,10 +31,10 @@ from paceline.kernels.launch import launch, num_processors
 from paceline.kernels.paged_decode_combine_hopper import combine, tell
 from paceline.kernels.paged_decode_loader_hopper import HALF, RUN, find_piece, in_parts, stream_pieces
 
-_LOADER_REGISTERS = gl.constexpr(72)
+_LOADER_REGISTERS = gl.constexpr(56)
 STAGES = 3
 PROGRAMS_PER_PROCESSOR = 2
-MAX_REGISTERS = 128
+MAX_REGISTERS = 96
 
 
 def fits_hopper_decode(q: torch.Tensor, k_cache: torch.Tensor) -> bool:

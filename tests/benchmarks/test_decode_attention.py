@@ -13,6 +13,8 @@ import torch
 from crossover import crossover
 from decode_attention_plot import draw
 
+from paceline.kernels.decode_work import plan_decode
+
 ROWS, LENGTH = 3, 83
 
 
@@ -31,18 +33,19 @@ def step(device: torch.device) -> decode_attention.Step:
     tables = torch.randperm(ROWS * blocks, dtype=torch.int32, device=device).view(ROWS, blocks)
     q = torch.randn(ROWS, 6, 24, device=device)
     query_start = torch.arange(ROWS + 1, dtype=torch.int32, device=device)
+    seq_lens = torch.full((ROWS,), LENGTH, dtype=torch.int32, device=device)
     return decode_attention.Step(
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
         block_tables=tables,
-        seq_lens=torch.full((ROWS,), LENGTH, dtype=torch.int32, device=device),
+        seq_lens=seq_lens,
         slots=query_start[:-1],
         query_start=query_start,
         length=LENGTH,
         contiguous=(baselines.gather(k_cache, tables, LENGTH), baselines.gather(v_cache, tables, LENGTH)),
         out=torch.full_like(q, math.nan),
-        work=None,
+        work=plan_decode(query_start, seq_lens, 2),
     )
 
 
