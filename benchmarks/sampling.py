@@ -17,7 +17,7 @@ import gpu_timing
 import report
 import torch
 
-from paceline.kernels.gumbel_argmax import gumbel_argmax, token_ids_of
+from paceline.kernels.gumbel_argmax import gumbel_argmax
 from paceline.kernels.gumbel_noise import gumbel_noise
 from paceline.kernels.top_k_top_p import filter_logits, filter_logits_reference
 
@@ -81,7 +81,8 @@ class Choice:
     ) -> torch.Tensor:
         """Token ids [R]."""
         width = logits.shape[1]
-        return token_ids_of(gumbel_argmax(logits, temperature, seeds, positions, slots, 0, width, self._arrivals))
+        settings = temperature, seeds, positions, slots, 0, width, self._arrivals
+        return gumbel_argmax(logits, *settings, as_token_ids=True)
 
 
 def choose_by_torch(

@@ -32,7 +32,7 @@ _BLOCK = 16
 _COMPARED_AT_ONCE = 32
 
 
-@dataclass
+@dataclass(frozen=True)
 class DecodeWork:
     """A step's W pieces of work from the longest to the shortest, then pieces of nobody's, where rows is -1."""
 
@@ -46,18 +46,6 @@ class DecodeWork:
     """[1] int32: tokens a chunk; a row's last one has what is left."""
     arrivals: torch.Tensor
     """[R * kv_heads] int32, zero between kernels: how many chunks of a row are done."""
-    _absent: torch.Tensor | None = None
-
-    def absent(self, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results of pieces, [W, num_heads, head_dim], and a word for each, [W, num_heads]: int32 -1 between kernels.
-
-        Made for the step's first layer; the others have the same heads.
-        """
-        shape = self.rows.shape[0], num_heads, head_dim
-        size = torch.Size(shape).numel()
-        if self._absent is None:
-            self._absent = torch.full((size + size // head_dim,), -1, dtype=torch.int32, device=self.rows.device)
-        return self._absent[:size].view(shape), self._absent[size:].view(shape[:2])
 
 
 def plan_decode(query_start: torch.Tensor, seq_lens: torch.Tensor, kv_heads: int) -> DecodeWork:

@@ -32,12 +32,15 @@ def gumbel_argmax(
     vocab_start: int,
     vocab_valid: int,
     arrivals: torch.Tensor,
+    *,
+    as_token_ids: bool = False,
 ) -> torch.Tensor:
     """Return each row's winner among one shard of the vocabulary, as a key that compares like its score: [R] int64.
 
     A token's score is its logit, in float32, plus temperature * Gumbel noise; at temperature 0 it is the logit
     itself. NaN counts as -inf. The largest of all shards' keys is that of the winner in the whole vocabulary, the
     lowest id among equal scores: reduce keys with an elementwise int64 maximum, and read the ids with `token_ids_of`.
+    as_token_ids: where there is one shard alone, return these at once.
 
     logits: [R, V] float32, bfloat16 or float16, contiguous; column c is token vocab_start + c, and columns from
     vocab_valid on are padding, never chosen. slots: [R] int32 or int64; row r has the settings at slots[r], or is
@@ -49,8 +52,9 @@ def gumbel_argmax(
     """
     settings = temperature, seeds, positions, slots
     if logits.is_cuda:
-        return gumbel_argmax_triton(logits, *settings, vocab_start, vocab_valid, arrivals)
-    return gumbel_argmax_reference(logits, *settings, vocab_start, vocab_valid)
+        return gumbel_argmax_triton(logits, *settings, vocab_start, vocab_valid, arrivals, as_token_ids=as_token_ids)
+    keys = gumbel_argmax_reference(logits, *settings, vocab_start, vocab_valid)
+    return token_ids_of(keys) if as_token_ids else keys
 
 
 def token_ids_of(keys: torch.Tensor) -> torch.Tensor:
@@ -102,13 +106,15 @@ def gumbel_argmax_triton(
     vocab_start: int,
     vocab_valid: int,
     arrivals: torch.Tensor,
+    *,
+    as_token_ids: bool = False,
 ) -> torch.Tensor:
     """`gumbel_argmax` by one launch of a Triton kernel, several programs a row; the last of a row ends it."""
     num_rows, width = logits.shape
     blocks = triton.cdiv(width, _BLOCK)
     steps = min(_MAX_STEPS, triton.next_power_of_2(triton.cdiv(num_rows * blocks, _FULL_GRID)))
     tiles = triton.cdiv(blocks, steps)
-    keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    winners = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     partial_keys = torch.empty((num_rows, tiles), dtype=torch.int64, device=logits.device)
     launch(
         _gumbel_argmax_kernel,
@@ -120,17 +126,18 @@ def gumbel_argmax_triton(
         slots,
         partial_keys,
         arrivals,
-        keys,
+        winners,
         width,
         vocab_start,
         vocab_valid,
         BLOCK=_BLOCK,
         STEPS=steps,
         TILES=triton.next_power_of_2(tiles),
+        TOKEN_IDS=as_token_ids,
         ON_GPU=logits.is_cuda,
         num_warps=4,
     )
-    return keys
+    return winners
 
 
 @triton.jit(do_not_specialize=["vocab_start"])
@@ -142,13 +149,14 @@ def _gumbel_argmax_kernel(
     slots_ptr: tl.tensor,
     partial_keys_ptr: tl.tensor,
     arrivals_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
+    winners_ptr: tl.tensor,
     width: tl.tensor,
     vocab_start: tl.tensor,
     vocab_valid: tl.tensor,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
     TILES: tl.constexpr,
+    TOKEN_IDS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ) -> None:
     """STEPS times BLOCK columns of one row; the program that ends last of a row joins what they found."""
@@ -156,7 +164,7 @@ def _gumbel_argmax_kernel(
     tile = tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
-        tl.store(keys_ptr + row, -0x8000000000000000)
+        tl.store(winners_ptr + row, 0x7FFFFFFF if TOKEN_IDS else -0x8000000000000000)
         return
     first = tile * (BLOCK * STEPS)
     row_ptr = logits_ptr + row * width + first
@@ -183,7 +191,10 @@ def _gumbel_argmax_kernel(
             other=-0x8000000000000000,
             cache_modifier=".cg",
         )
-        tl.store(keys_ptr + row, tl.max(partial_keys, axis=0))
+        winner = tl.max(partial_keys, axis=0)
+        if TOKEN_IDS:
+            winner = 0x7FFFFFFF - (winner & 0x7FFFFFFF)
+        tl.store(winners_ptr + row, winner)
         tl.store(arrivals_ptr + row, 0)
 
 

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.kernels.decode_work import BLOCK_N, DecodeWork
 from paceline.kernels.launch import launch, num_processors
-from paceline.kernels.paged_decode_combine_hopper import combine, tell
+from paceline.kernels.paged_decode_combine_hopper import combine_if_last
 from paceline.kernels.paged_decode_loader_hopper import HALF, RUN, find_piece, in_parts, stream_pieces
 
 _LOADER_REGISTERS = gl.constexpr(56)
@@ -70,7 +70,6 @@ def paged_decode_attention_hopper(
     num_blocks, block_size, kv_heads = k_cache.shape[:3]
     group = num_heads // kv_heads
     pieces = work.rows.shape[0]
-    partial, log_sums = work.absent(num_heads, head_dim)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     k_slots, v_slots = (
         TensorDescriptor(
@@ -98,8 +97,9 @@ def paged_decode_attention_hopper(
         work.chunks,
         work.firsts,
         work.chunk_len,
-        partial,
-        log_sums,
+        work.arrivals,
+        torch.empty((pieces, num_heads, head_dim), dtype=torch.float32, device=q.device),
+        torch.empty((pieces, num_heads), dtype=torch.float32, device=q.device),
         out,
         scale * math.log2(math.e),
         pieces,
@@ -162,7 +162,7 @@ def _attend_pieces(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_G, 16])
     q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     out_layout: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32, 1], [32, 1], [1, 4], [0, 1])
-    partial_ptr, log_sums_ptr = results
+    partial_ptr, log_sums_ptr, arrivals_ptr = results
     members = gl.arange(0, BLOCK_G, layout=gl.SliceLayout(1, q_layout))
     q_dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, q_layout))
     q_offsets = members[:, None] * HEAD_DIM + q_dims[None, :]
@@ -231,14 +231,13 @@ def _attend_pieces(
         else:
             first_share = (first_of_row.to(gl.int64) * KV_HEADS + kv_head) * GROUP
             share = first_share + chunk * (KV_HEADS * GROUP)
-            tell(partial_ptr + share * HEAD_DIM + out_offsets, result, real)
+            gl.store(partial_ptr + share * HEAD_DIM + out_offsets, result, mask=real)
             log_sum = gl.convert_layout(row_max + gl.log2(row_sum), gl.SliceLayout(0, out_layout))
-            tell(log_sums_ptr + share + out_members, log_sum, out_members < GROUP)
-            if chunk == num_chunks - 1:
-                combine(
-                    partial_ptr, log_sums_ptr, out_ptr + group * HEAD_DIM, first_share, num_chunks,
-                    GROUP, KV_HEADS, HEAD_DIM,
-                )  # fmt: skip
+            gl.store(log_sums_ptr + share + out_members, log_sum, mask=out_members < GROUP)
+            combine_if_last(
+                arrivals_ptr + row * KV_HEADS + kv_head, partial_ptr, log_sums_ptr, out_ptr + group * HEAD_DIM,
+                first_share, num_chunks, GROUP, KV_HEADS, HEAD_DIM,
+            )  # fmt: skip
         turn += 1
         row, kv_head, chunk, first_of_row, seq_len, table_ptr, token = find_piece(turn, rows, KV_HEADS, BLOCK_SIZE)
 
@@ -258,6 +257,7 @@ def _hopper_decode_kernel(
     chunks_ptr: gl.tensor,
     firsts_ptr: gl.tensor,
     chunk_len_ptr: gl.tensor,
+    arrivals_ptr: gl.tensor,
     partial_ptr: gl.tensor,
     log_sums_ptr: gl.tensor,
     out_ptr: gl.tensor,
@@ -293,7 +293,7 @@ def _hopper_decode_kernel(
         block_tables_ptr, row_slots_ptr, query_start_ptr, seq_lens_ptr, rows_ptr, chunks_ptr, firsts_ptr, num_pieces,
         block_table_width,
     )  # fmt: skip
-    results = (partial_ptr, log_sums_ptr)
+    results = (partial_ptr, log_sums_ptr, arrivals_ptr)
     # fmt: off
     gl.warp_specialize(
         [

@@ -104,10 +104,16 @@ class Sampler:
 
         Depends on nothing that the host knows of the rows, so that a CUDA graph can hold it.
         """
-        return token_ids_of(self._communicator.all_reduce_max(self.draw(logits)))
+        drawn = self.draw(logits)
+        if self._communicator.size == 1:
+            return drawn
+        return token_ids_of(self._communicator.all_reduce_max(drawn))
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """What `choose` takes the maximum of over ranks: keys [R] int64 of the best ids of this rank's shard."""
+        """Keys [R] int64 of the best ids of this rank's shard, of which `choose` takes the maximum over ranks.
+
+        Of a rank alone these are the ids themselves.
+        """
         state = self._state
         return gumbel_argmax(
             logits,
@@ -118,6 +124,7 @@ class Sampler:
             self._vocab.start,
             self._vocab.length,
             self._arrivals,
+            as_token_ids=self._communicator.size == 1,
         )
 
     def sample(

@@ -133,6 +133,17 @@ def test_winners_anywhere_in_a_row_of_many_programs(sample: Sample, device: torc
         assert token_ids_of(sample(logits, *settings, 7, width)).tolist() == [7 + column for column in columns]
 
 
+@pytest.mark.parametrize("kernel", [False, True])
+def test_one_shard_alone_can_give_token_ids(kernel: bool, device: torch.device) -> None:
+    where = device if kernel else torch.device("cpu")
+    logits = torch.randn(3, 3000, device=where)
+    temperature, seeds, positions, slots = rows(3, 0.7, where)
+    slots[1] = -1
+    settings = (logits, temperature, seeds, positions, slots, 0, 2900, arrivals_for(logits))
+    run = gumbel_argmax_triton if kernel else gumbel_argmax
+    assert torch.equal(run(*settings, as_token_ids=True), token_ids_of(run(*settings)))
+
+
 @pytest.fixture(params=[1, 2, 8])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a program of two rows of at most 8,192 columns take so many steps."""
