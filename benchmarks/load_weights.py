@@ -1,7 +1,7 @@
 """How fast a checkpoint of Qwen3-8B's shape is loaded, beside a plain parallel read of the same files.
 
     ./launch.sh bench load_weights [--folder DIR] [--device cuda] [--warm-only] [--write]
-    ./launch.sh bench load_weights --warm-only --ranks 1 --piece-mib 8 16 32 --readers 6 8 12    # which are best here
+    ./launch.sh bench load_weights --warm-only --ranks 1 --piece-mib 2 4 8 --readers 8 12    # which are best here
 
 Writes the checkpoint to --folder first (16.4 GB, kept for the next run), which must be on a local disk. The plain read
 has as many threads as the loader and reads pieces of the same size into memory that it throws away. `cold` is after the
@@ -68,6 +68,9 @@ def main() -> None:
         "--readers", type=int, nargs="+", default=[staging.READERS], help="at most so many threads a rank"
     )
     parser.add_argument("--piece-mib", type=int, nargs="+", default=[staging.PIECE_BYTES >> 20], help="of each read")
+    parser.add_argument(
+        "--spare-buffers", type=int, nargs="+", default=[staging.SPARE_BUFFERS], help="beyond one a thread"
+    )
     parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results")
     arguments = parser.parse_args()
     if int(os.environ.get("RANK", "0")) > 0:
@@ -77,11 +80,13 @@ def main() -> None:
     files = sorted(folder.glob("*.safetensors"))
     caches = (False,) if arguments.warm_only else (True, False)
     figures = []
-    for cold, piece_mib, readers in product(caches, arguments.piece_mib, arguments.readers):
-        choose(readers, piece_mib)
-        settings = {"cache": "cold" if cold else "warm", "threads": num_readers(), "piece_mib": piece_mib}
+    swept = (arguments.piece_mib, arguments.readers, arguments.spare_buffers)
+    for cold, piece_mib, readers, spare in product(caches, *swept):
+        choose(readers, piece_mib, spare)
+        settings = {"cache": "cold" if cold else "warm", "threads": num_readers()}
+        settings |= {"piece_mib": piece_mib, "spare_buffers": spare}
         figures += [{**settings, **figure} for figure in measure(folder, files, cold, arguments)]
-    if len(arguments.piece_mib) * len(arguments.readers) > 1:
+    if any(len(values) > 1 for values in swept):
         print_fastest_first(figures)
     if arguments.write:
         report.write("load_weights", {"device": arguments.device, "layers": arguments.layers, "figures": figures})
@@ -120,8 +125,8 @@ def print_fastest_first(figures: list[dict[str, Any]]) -> None:
         if figure["ranks"]:
             print(
                 f"{figure['cache']}, ranks {figure['ranks']}, threads {figure['threads']:2}, "
-                f"pieces of {figure['piece_mib']:2} MiB: {figure['seconds']:.3f} s, "
-                f"{figure['share_of_plain_read']:.0%} of the plain read"
+                f"{figure['spare_buffers']:2} spare buffers, pieces of {figure['piece_mib']:2} MiB: "
+                f"{figure['seconds']:.3f} s, {figure['share_of_plain_read']:.0%} of the plain read"
             )
 
 
@@ -216,7 +221,7 @@ def run_rounds(
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the server
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["__main__", "loading_phases"])
-    settings = (staging.READERS, staging.PIECE_BYTES >> 20)
+    settings = (staging.READERS, staging.PIECE_BYTES >> 20, staging.SPARE_BUFFERS)
 
     def start(rank: int) -> tuple[BaseProcess, Connection]:
         ours, theirs = server.Pipe()

@@ -14,21 +14,22 @@ from typing import Any
 
 import torch
 
-from paceline.model import checkpoint_files, decoder, shard_reader, staging, weights
+from paceline.model import checkpoint_files, decoder, pinned_copies, shard_reader, staging, weights
 from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.coverage import Coverage
 from paceline.model.registry import MODEL_CLASSES
 
 
-def choose(readers: int, piece_mib: int) -> None:
-    """Have this process's loader and plain read use so many threads at most, and pieces of that size."""
+def choose(readers: int, piece_mib: int, spare_buffers: int) -> None:
+    """Have this process's loader and plain read use so many threads at most, and pieces and buffers like that."""
     staging.READERS = readers
+    staging.SPARE_BUFFERS = spare_buffers
     staging.PIECE_BYTES = shard_reader.PIECE_BYTES = piece_mib << 20
 
 
 def load_as_rank(
-    connection: Connection, folder: str, device_name: str, settings: tuple[int, int], rank: int, size: int
+    connection: Connection, folder: str, device_name: str, settings: tuple[int, int, int], rank: int, size: int
 ) -> None:
     """Say that all is ready, wait for the word, load, and say what it took, in JSON.
 
@@ -103,12 +104,13 @@ def watch_loading(config: ModelConfig) -> Stopwatch:
     watch.watch("parameters", weights, "_materialise")
     watch.watch("driver", weights, "_reserve")
     watch.watch("pinning", staging.StagingMemory, "_allocate")
+    watch.watch("ready", weights, "get_ready")
     watch.watch("pieces", shard_reader.ShardReader, "__init__")
     watch.watch("run", shard_reader.ShardReader, "run")
     watch.watch("check", shard_reader.ShardReader, "_check")
-    watch.watch("read", checkpoint_files.StoredTensor, "read")
-    watch.watch("start", shard_reader, "_start_copy")
-    watch.watch("finish", shard_reader.ShardReader, "_finish")
+    watch.watch("read", checkpoint_files.StoredTensor, "read_bytes")
+    watch.watch("start", pinned_copies.PinnedCopies, "start")
+    watch.watch("wait", shard_reader._Slot, "wait")
     watch.watch("coverage", Coverage, "faults")
     return watch
 
@@ -128,12 +130,13 @@ def phases(watch: Stopwatch, total: float, last: float) -> dict[str, float]:
     steps["everything else"] = total - sum(steps.values())
     return {
         **steps,
-        "(in these: rotary table": watch["rotary table"],
-        "the driver's memory": watch["driver"],
-        "beside these: pinning": watch["pinning"],
+        "(beside the model: rotary table": watch["rotary table"],
+        "in the memory: the driver": watch["driver"],
+        "beside steps: pinning": watch["pinning"],
         "reads, a thread's mean": watch["read"] / staging.num_readers(),
-        "starts of copies": watch["start"],
-        "waits for copies)": watch["finish"],
+        "getting ready to check": watch["ready"],
+        "all starts of copies": watch["start"],
+        "waits for buffers, a thread's mean)": watch["wait"] / staging.num_readers(),
     }
 
 

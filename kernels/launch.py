@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from paceline.kernels.stand_ins import StandIns, is_stand_in
+from paceline.kernels.stand_ins import StandIns, is_stand_in, may_be_stand_ins
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, dependent: bool = False, **options: Any) -> None:
@@ -21,7 +21,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, dependent: bool 
     """
     if dependent:  # not every backend knows the option
         options["launch_pdl"] = True
-    if any(is_stand_in(argument) for argument in arguments):
+    if may_be_stand_ins() and any(is_stand_in(argument) for argument in arguments):
         seen = (_Pointer(argument) if is_stand_in(argument) else argument for argument in arguments)
         kernel.warmup(*seen, grid=grid, **options)
     else:

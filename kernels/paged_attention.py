@@ -20,16 +20,20 @@ def paged_attention(
     seq_lens: torch.Tensor,
     scale: float,
     has_prefills: bool = True,
+    has_decodes: bool = True,
     decode_work: DecodeWork | None = None,
+    prefill_counter: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return causal attention of every row's tokens over the paged cache: [T, H, D], of q's dtype.
 
     Rows with one token take the decode kernel, rows with more the prefill kernel; shapes and rules are those of
-    `paged_decode_attention` and `paged_prefill_attention`. The latter is not launched where the caller knows that it
-    has none. What comes out for padding tokens is undefined.
+    `paged_decode_attention` (work: decode_work) and `paged_prefill_attention` (counter: prefill_counter). One is not
+    launched where the caller knows that it has no rows. What comes out for padding tokens is undefined.
     """
     out = torch.empty_like(q)
-    paged_decode_attention(q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out, decode_work)
+    arguments = (q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out)
+    if has_decodes:
+        paged_decode_attention(*arguments, decode_work)
     if has_prefills:
-        paged_prefill_attention(q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out)
+        paged_prefill_attention(*arguments, prefill_counter)
     return out

@@ -23,13 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.kernels.decode_work import BLOCK_N, DecodeWork
 from paceline.kernels.launch import launch, num_processors
 from paceline.kernels.paged_decode_combine_hopper import combine_if_last
 from paceline.kernels.paged_decode_loader_hopper import HALF, RUN, find_piece, in_parts, stream_pieces
+from paceline.kernels.tensor_descriptors import describe
 
 _LOADER_REGISTERS = gl.constexpr(56)
 STAGES = 3
@@ -70,16 +70,9 @@ def paged_decode_attention_hopper(
     num_blocks, block_size, kv_heads = k_cache.shape[:3]
     group = num_heads // kv_heads
     pieces = work.rows.shape[0]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    shape = (num_blocks * block_size, kv_heads * head_dim)
     k_slots, v_slots = (
-        TensorDescriptor(
-            cache,
-            [num_blocks * block_size, kv_heads * head_dim],
-            [kv_heads * head_dim, 1],
-            [RUN.value, HALF.value],
-            layout,
-        )
-        for cache in (k_cache, v_cache)
+        describe(cache, shape, (kv_heads * head_dim, 1), (RUN.value, HALF.value)) for cache in (k_cache, v_cache)
     )
     launch(
         _hopper_decode_kernel,

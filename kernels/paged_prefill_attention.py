@@ -22,6 +22,7 @@ def paged_prefill_attention(
     seq_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor,
+    counter: torch.Tensor | None = None,
 ) -> None:
     """Write to out, [T, H, D], causal attention of the newest tokens of each row that has at least two of them.
 
@@ -35,14 +36,16 @@ def paged_prefill_attention(
     q: [T, H, D], contiguous; this step's keys and values are stored already. k_cache, v_cache: [NB, BS, K, D],
     contiguous, of q's dtype, BS a power of two and H a multiple of K. block_tables: [S, B] int32, contiguous.
     row_slots, seq_lens: [R] int32. query_start: [R + 1] int32, starting with 0. scale is positive.
+    counter: [1] int32, zero between kernels, for calls of which one runs after the other, as a step's do; without it a
+    call on a Hopper GPU makes its own, by one more launch.
     """
+    arguments = (q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out)
     if not q.is_cuda:
-        attend = paged_prefill_attention_reference
+        paged_prefill_attention_reference(*arguments)
     elif fits_hopper_kernel(q, k_cache):
-        attend = paged_prefill_attention_hopper
+        paged_prefill_attention_hopper(*arguments, counter)
     else:
-        attend = paged_prefill_attention_triton
-    attend(q, k_cache, v_cache, block_tables, row_slots, query_start, seq_lens, scale, out)
+        paged_prefill_attention_triton(*arguments)
 
 
 def paged_prefill_attention_reference(

@@ -12,7 +12,6 @@ import functools
 import math
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paceline.kernels.launch import launch, num_processors
 from paceline.kernels.paged_prefill_loader_hopper import (
@@ -35,6 +33,7 @@ from paceline.kernels.paged_prefill_loader_hopper import (
     QUERY_LEN,
     load_work,
 )
+from paceline.kernels.tensor_descriptors import describe
 
 _GROUP_M = gl.constexpr(64)
 _GROUP_REGISTERS = gl.constexpr(224)
@@ -66,6 +65,7 @@ def paged_prefill_attention_hopper(
     seq_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor,
+    counter: torch.Tensor | None = None,
     block_n: int = 128,
     stages: int = 2,
 ) -> None:
@@ -79,19 +79,12 @@ def paged_prefill_attention_hopper(
     most_rows = min(num_rows, num_tokens // 2)  # of two or more tokens
     if most_rows == 0:
         return
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    num_slots, width = num_blocks * block_size, kv_heads * head_dim
     k_slots, v_slots = (
-        TensorDescriptor(
-            cache,
-            [num_blocks * block_size, kv_heads * head_dim],
-            [kv_heads * head_dim, 1],
-            [block_size, HALF.value],
-            layout,
-        )
-        for cache in (k_cache, v_cache)
+        describe(cache, (num_slots, width), (width, 1), (block_size, HALF.value)) for cache in (k_cache, v_cache)
     )
     # Every row can leave one tile partly filled.
-    most_tiles = triton.cdiv(num_tokens * group, 2 * _GROUP_M.value) + most_rows
+    most_tiles = -(-num_tokens * group // (2 * _GROUP_M.value)) + most_rows
     launch(
         _hopper_prefill_kernel,
         (min(most_tiles * kv_heads, num_processors(q.device)),),
@@ -104,10 +97,10 @@ def paged_prefill_attention_hopper(
         query_start,
         seq_lens,
         out,
-        torch.zeros(1, dtype=torch.int32, device=q.device),
+        torch.zeros(1, dtype=torch.int32, device=q.device) if counter is None else counter,
         scale * math.log2(math.e),
         num_rows,
-        num_blocks * block_size,
+        num_slots,
         block_tables.shape[1],
         group,
         kv_heads,
@@ -320,7 +313,7 @@ def _hopper_prefill_kernel(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """One program a processor. counter_ptr points at a zero."""
+    """One program a processor. counter_ptr points at a zero, and again afterwards."""
     dtype: gl.constexpr = k_slots.dtype
     layout: gl.constexpr = k_slots.layout
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -103,8 +103,11 @@ def _add(left: gl.tensor, right: gl.tensor) -> gl.tensor:
 @gluon.jit
 def _find_row(
     tile: gl.tensor, query_start_ptr: gl.tensor, num_rows: gl.tensor, GROUP: gl.constexpr, BLOCK_M: gl.constexpr
-) -> tuple[gl.tensor, gl.tensor]:
-    """Return the row that a tile of queries belongs to (num_rows or more if there are fewer) and the row's first."""
+) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
+    """Return the row that a tile of queries belongs to, the row's first tile, and how many tiles there are.
+
+    The row is num_rows or more if there are fewer tiles.
+    """
     row = 0
     first_of_row = 0
     total = 0
@@ -118,7 +121,7 @@ def _find_row(
         row += gl.sum(before.to(gl.int32), axis=0)
         first_of_row = gl.maximum(first_of_row, gl.max(gl.where(before, through, 0), axis=0))
         total += gl.sum(tiles, axis=0)
-    return row, first_of_row
+    return row, first_of_row, total
 
 
 @gluon.jit
@@ -184,7 +187,8 @@ def load_work(
     """Take one piece of work after the other, tell the groups of it and fetch its keys and values.
 
     A piece is BLOCK_M pairs of (query, head of the group) of one row and KV head. The first is the one of the
-    program's number; from then on the programs draw numbers from a counter.
+    program's number; from then on the programs draw numbers from a counter, which starts at 0. Each draws once for
+    every piece that it takes and once in vain: so the last to draw is known, and sets the counter back.
     """
     block_tables_ptr, row_slots_ptr, query_start_ptr, seq_lens_ptr, num_rows, num_slots, block_table_width = rows
     places, told, heard = work
@@ -197,7 +201,7 @@ def load_work(
     while num_tiles > 0:
         kv_head = number % KV_HEADS
         tile = number // KV_HEADS
-        found, first_of_row = _find_row(tile, query_start_ptr, num_rows, GROUP, BLOCK_M)
+        found, first_of_row, all_tiles = _find_row(tile, query_start_ptr, num_rows, GROUP, BLOCK_M)
         row = gl.minimum(found, num_rows - 1)
         query_begin = gl.load(query_start_ptr + row)
         query_len = gl.load(query_start_ptr + row + 1) - query_begin
@@ -219,7 +223,10 @@ def load_work(
         places.index(turn % 2).store(told_values)
         mbarrier.arrive(told.index(turn % 2))
         turn += 1
-        number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        if drawn == all_tiles * KV_HEADS + gl.num_programs(0) - 1:
+            gl.store(counter_ptr, 0)
+        number = gl.num_programs(0) + drawn
         row_of_cache = (table_ptr, seq_len, num_slots)
         _stream_tiles(k_slots, v_slots, v_cache_ptr, buffers, row_of_cache, kv_head, done, num_tiles, KV_HEADS)
         done += num_tiles

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -74,7 +76,7 @@ def _launch(
     pdl = dependent_launch(x.device)
     launch(
         _rms_norm_kernel,
-        (triton.cdiv(num_rows, block_rows),),
+        (-(-num_rows // block_rows),),
         x,
         x if residual is None else residual,
         weight,
@@ -93,6 +95,7 @@ def _launch(
     return out, total
 
 
+@functools.cache
 def _tile(size: int) -> tuple[int, int, int]:
     """Return (columns, rows, warps) of a program for rows of `size`."""
     block = triton.next_power_of_2(size)

@@ -103,7 +103,7 @@ def rotary_and_store_triton(
     pdl = dependent_launch(qkv.device)
     launch(
         _rotary_and_store_kernel,
-        (num_tokens, triton.cdiv(heads, _HEADS_PER_PROGRAM)),
+        (num_tokens, -(-heads // _HEADS_PER_PROGRAM)),
         qkv,
         q_norm if norm else qkv,
         k_norm if norm else qkv,
@@ -119,8 +119,8 @@ def rotary_and_store_triton(
         head_dim,
         half,
         _HEADS_PER_PROGRAM,
-        triton.next_power_of_2(half),
-        triton.next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0,
+        1 << (half - 1).bit_length(),
+        1 << (head_dim - 2 * half - 1).bit_length() if head_dim > 2 * half else 0,
         norm,
         pdl,
         num_warps=4,

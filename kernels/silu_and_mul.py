@@ -31,7 +31,7 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     pdl = dependent_launch(gate_up.device)
-    grid = (num_tokens, triton.cdiv(size, _BLOCK))
+    grid = (num_tokens, -(-size // _BLOCK))
     launch(_silu_and_mul_kernel, grid, gate_up, out, size, _BLOCK, pdl, num_warps=4, dependent=pdl)
     return out
 

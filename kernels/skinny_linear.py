@@ -9,6 +9,7 @@ first weights, which depend on nothing, before it waits for its input.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +73,7 @@ def skinny_linear(
     )
     if num_rows == 1:
         block_n, block_k, num_warps = _row_tile(num_columns, size)
-        grid = (triton.cdiv(num_columns, block_n),)
+        grid = (-(-num_columns // block_n),)
         launch(
             _row_kernel,
             grid,
@@ -90,7 +91,7 @@ def skinny_linear(
         tile = _tile(num_columns, size, gated, shared_memory(x.device))
         launch(
             _skinny_kernel,
-            (triton.cdiv(num_columns, tile.columns),),
+            (-(-num_columns // tile.columns),),
             *tensors,
             num_rows,
             num_columns,
@@ -108,6 +109,7 @@ def skinny_linear(
     return out, total
 
 
+@functools.cache
 def _row_tile(num_columns: int, size: int) -> tuple[int, int, int]:
     """(columns, inner block, warps) for one row: a program's first weights fill about 64 registers a thread."""
     block_k = min(triton.next_power_of_2(size), 4096)
@@ -116,6 +118,7 @@ def _row_tile(num_columns: int, size: int) -> tuple[int, int, int]:
     return block_n, block_k, 4 if block_n * block_k <= 8192 else 8
 
 
+@functools.cache
 def _tile(num_columns: int, size: int, gated: bool, most_bytes: int) -> _Tile:
     """The cut for 2 to MAX_ROWS rows: slices of 256, so many that one pass takes the inner dimension up to 2048.
 

@@ -7,6 +7,7 @@ its versions refuse parameters of a class of one's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 
 _DEVICE = torch.Tensor.device.__get__
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+_WITHIN = ContextVar("within StandIns", default=False)
 
 
 class StandIns(TorchFunctionMode):
@@ -28,6 +30,15 @@ class StandIns(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
+
+    def __enter__(self) -> StandIns:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._outside = _WITHIN.set(True)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _WITHIN.reset(self._outside)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -52,6 +63,11 @@ class StandIns(TorchFunctionMode):
         if device is not None and torch.device(device).type == self._device.type:
             kwargs = kwargs | {"device": "meta"}
         return func(*args, **kwargs)
+
+
+def may_be_stand_ins() -> bool:
+    """Whether this thread is within `StandIns`: outside, which is where it matters, tensors need not be looked at."""
+    return _WITHIN.get()
 
 
 def is_stand_in(argument: object) -> bool:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.kernels.launch import dependent_launch, launch, num_processors, shared_memory
@@ -44,6 +42,7 @@ from paceline.kernels.stream_cut import (
     num_tiles,
 )
 from paceline.kernels.streamed_exchange import exchange_sums
+from paceline.kernels.tensor_descriptors import TensorDescriptor, describe
 
 _WEIGHT_ROWS = gl.constexpr(WEIGHT_ROWS)
 _GROUP = gl.constexpr(ALIGNMENT)
@@ -119,13 +118,13 @@ def streamed_linear(
         _streamed_kernel,
         (min(items, num_processors(x.device) * at_once),),
         _describe_weight(weight, cut, gated),
-        _describe(x, [num_rows, size], [size, 1], [cut.rows, cut.inner]),
+        describe(x, (num_rows, size), (size, 1), (cut.rows, cut.inner)),
         x if bias is None else bias,
         stream.exchange,
         out,
         num_rows,
         num_columns,
-        triton.cdiv(triton.cdiv(size, cut.inner), cut.pieces),
+        -(-size // (cut.inner * cut.pieces)),
         items,
         cut.rows,
         cut.inner,
@@ -143,22 +142,17 @@ def _columns(weight: torch.Tensor, gated: bool) -> int:
     return weight.shape[0] // 2 if gated else weight.shape[0]
 
 
-def _describe(tensor: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))
-    return TensorDescriptor(tensor, shape, strides, block, layout)
-
-
 def _describe_weight(weight: torch.Tensor, cut: Cut, gated: bool) -> TensorDescriptor:
     """Describe weight [N, K], or [2 * N, K] as [N / 8, 2, 8, K]: 8 rows for the gate, then 8 for up."""
     num_rows, size = weight.shape
     if not gated:
-        return _describe(weight, [num_rows, size], [size, 1], [WEIGHT_ROWS, cut.inner])
+        return describe(weight, (num_rows, size), (size, 1), (WEIGHT_ROWS, cut.inner))
     group = _GROUP.value
-    return _describe(
+    return describe(
         weight,
-        [num_rows // 2 // group, 2, group, size],
-        [group * size, num_rows // 2 * size, size, 1],
-        [columns_of_tile(gated) // group, 2, group, cut.inner],
+        (num_rows // 2 // group, 2, group, size),
+        (group * size, num_rows // 2 * size, size, 1),
+        (columns_of_tile(gated) // group, 2, group, cut.inner),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ class Tokenizer:
             try:
                 self.backend = AutoTokenizer.from_pretrained(
                     folder,
+                    config=_model_config(folder),
                     local_files_only=True,
                     clean_up_tokenization_spaces=False,
                     model_max_length=sys.maxsize,  # how long prompts may be is said by the engine, in words of its own
@@ -122,6 +124,21 @@ class Tokenizer:
                 f"{self._folder} has no tokenizer: prompts can be token ids alone, from Python or over HTTP"
             )
         return self.backend
+
+
+def _model_config(folder: Path) -> Any:
+    """The model's config for AutoTokenizer; None where that must read it itself, since the tokenizer names no class.
+
+    Of the config it takes a few fields. Left to itself it reads them into the model family's own class, with which it
+    imports torch's compiler, for about as long as all else that a tokenizer takes.
+    """
+    path = folder / "tokenizer_config.json"
+    fields = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not fields.get("tokenizer_class") or "auto_map" in fields:
+        return None
+    from transformers import PreTrainedConfig
+
+    return PreTrainedConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
 def _checked(text: str) -> str:

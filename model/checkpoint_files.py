@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.model.errors import CheckpointError
@@ -59,21 +61,27 @@ class StoredTensor:
     def read(self, box: Box, buffer: torch.Tensor) -> torch.Tensor:
         """Read one box of a matrix or vector into a buffer of uint8, and nothing else; the result is a view of it.
 
-        Raises CheckpointError where the file cannot be read, or ends before the box does.
+        Raises CheckpointError as read_bytes does.
         """
         extents = [part.stop - part.start for part in box]
+        staged = buffer[: math.prod(extents) * self.dtype.itemsize]
+        self.read_bytes(box, staged.numpy())
+        return staged.view(self.dtype).view(extents)
+
+    def read_bytes(self, box: Box, memory: npt.NDArray[np.uint8]) -> None:
+        """Read one box of a matrix or vector into memory of its size; between calls of the system no torch is called.
+
+        Raises CheckpointError where the file cannot be read, or ends before the box does.
+        """
+        rows, *columns = box
         pitch = math.prod(self.shape[1:]) * self.dtype.itemsize
-        width = math.prod(extents[1:]) * self.dtype.itemsize
-        skipped = box[1].start * self.dtype.itemsize if len(box) == 2 else 0
-        first = self.entry.begin + box[0].start * pitch + skipped
-        staged = buffer[: extents[0] * width]
-        memory = staged.numpy()
+        first = self.entry.begin + rows.start * pitch + sum(part.start for part in columns) * self.dtype.itemsize
+        width = len(memory) // (rows.stop - rows.start)
         if width == pitch:
             self._read_range(first, memory.data)
         elif not copy_mapped_columns(self._descriptor, first, pitch, memory.reshape(-1, width)):
             for row, part in enumerate(memory.reshape(-1, width)):
                 self._read_range(first + row * pitch, part.data)
-        return staged.view(self.dtype).view(extents)
 
     def _read_range(self, offset: int, memory: memoryview) -> None:
         """Fill memory from the file; the system may give less than it was asked for, and 0 at the end of the file."""

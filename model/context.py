@@ -39,5 +39,9 @@ class StepContext:
     """One entry a layer."""
     has_prefills: bool = True
     """Whether a row may have more than one token. To know that none has spares launches."""
+    has_decodes: bool = True
+    """Whether a row may have exactly one token; as above."""
     decode_work: DecodeWork | None = None
-    """On a GPU, `plan_decode` of this step."""
+    """On a GPU, `plan_decode` of this step, if it may have such rows."""
+    prefill_counter: torch.Tensor | None = None
+    """[1] int32: the counter of `paged_prefill_attention`, which steps that run one after the other share."""

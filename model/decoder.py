@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -91,7 +92,9 @@ class Attention(nn.Module):
             seq_lens=ctx.seq_lens,
             scale=self._scale,
             has_prefills=ctx.has_prefills,
+            has_decodes=ctx.has_decodes,
             decode_work=ctx.decode_work,
+            prefill_counter=ctx.prefill_counter,
         )
         return self.o_proj(attended.flatten(1)), residual
 
@@ -175,13 +178,13 @@ class CausalLM(nn.Module, ABC):
         self.config = config
         self.vocab = ShardPlan(config, comm.size).vocab(comm.rank)
         """The ids whose logits this rank computes."""
-        embed_tokens = VocabParallelEmbedding(self.vocab, config.hidden_size, comm=comm, dtype=dtype)
-        self.model = DecoderStack(
-            embed_tokens,
-            [self.build_layer(config, index, comm, dtype) for index in range(config.num_hidden_layers)],
-            RMSNorm(config.hidden_size, config.rms_norm_eps, dtype),
-            cos_sin_table(config, max_model_len),
-        )
+        # Beside the layers: torch first begins threads for the table, which takes about as long as all of them.
+        with ThreadPoolExecutor(1, thread_name_prefix="cos-sin-table") as pool:
+            cos_sin = pool.submit(cos_sin_table, config, max_model_len)
+            embed_tokens = VocabParallelEmbedding(self.vocab, config.hidden_size, comm=comm, dtype=dtype)
+            layers = [self.build_layer(config, index, comm, dtype) for index in range(config.num_hidden_layers)]
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.model = DecoderStack(embed_tokens, layers, norm, cos_sin.result())
         self.lm_head = ParallelLMHead(
             self.vocab, config.hidden_size, dtype=dtype, tied_to=embed_tokens if config.tie_word_embeddings else None
         )

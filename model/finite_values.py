@@ -14,17 +14,27 @@ _CHECKED_BYTES = 256 << 20
 """Of the source, looked at by one reduction; well within the 2 GiB that a GPU reaches by 32-bit offsets."""
 
 
+def get_ready(device: torch.device, dtype: torch.dtype) -> None:
+    """Have the driver load what not_finite runs on a GPU, which takes it longer than to look at a whole model."""
+    _extremes([torch.zeros(1, dtype=dtype, device=device)])
+
+
 def not_finite(copies: Sequence[Copy]) -> Iterator[Copy]:
     """The parts that hold a NaN or an infinity in the parameter, of copies that were carried out."""
     parts = [part for copy in copies for part in copy.pieces(_CHECKED_BYTES)]
     if not parts:
         return
-    # A value that is not finite shows in the smallest or the largest, without a tensor of flags.
-    extremes = [extreme for part in parts for extreme in torch.aminmax(part.destination)]
-    # All of them come in one transfer, since each is waited for.
-    for part, pair in zip(parts, torch.stack(extremes).view(-1, 2).tolist(), strict=True):
+    for part, pair in zip(parts, _extremes([part.destination for part in parts]), strict=True):
         if not all(map(math.isfinite, pair)):
             yield part
+
+
+def _extremes(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
+    """The smallest and the largest of each: a value that is not finite shows in them, without a tensor of flags."""
+    extremes = [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
+    # All of them come in one transfer, since each is waited for.
+    pairs: list[list[float]] = torch.stack(extremes).view(-1, 2).tolist()
+    return pairs
 
 
 def describe_not_finite(part: Copy) -> str:

@@ -129,14 +129,23 @@ class Copy:
         """Of the source."""
         return box_size(self.source) * self.tensor.dtype.itemsize
 
-    def pieces(self, most_bytes: int) -> Iterator[Copy]:
-        """The same in runs of rows, none above most_bytes as long as a row is not."""
-        rows, *_ = self.source
-        num_rows = rows.stop - rows.start
+    @property
+    def num_rows(self) -> int:
+        return box_size(self.source[:1])
+
+    def rows(self, start: int, stop: int) -> Copy:
+        """The part of so many rows, counted from the first."""
+        return Copy(self.tensor, _rows(self.source, start, stop), self.parameter, _rows(self.target, start, stop))
+
+    def runs(self, most_bytes: int) -> Iterator[tuple[int, int]]:
+        """Start and stop of runs of rows that are everything, none above most_bytes as long as a row is not."""
+        num_rows = self.num_rows
         step = max(1, most_bytes // max(1, self.num_bytes // num_rows))
-        for start in range(0, num_rows, step):
-            stop = min(start + step, num_rows)
-            yield Copy(self.tensor, _rows(self.source, start, stop), self.parameter, _rows(self.target, start, stop))
+        return ((start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+    def pieces(self, most_bytes: int) -> Iterator[Copy]:
+        """The same in such runs."""
+        return (self.rows(start, stop) for start, stop in self.runs(most_bytes))
 
 
 def box_size(box: Box) -> int:

@@ -1,38 +1,40 @@
-"""Carries copies out: several threads read files into small buffers, and one copies these into parameters.
+"""Carries copies out: several threads take pieces in turn and read each to its place, or to a buffer and from there.
 
-A rank never holds more of the checkpoint in host memory than READERS * BUFFERS_PER_READER * PIECE_BYTES, and as much
-again and no more of mapped files (mapped_columns.py).
+A rank never holds more of the checkpoint in host memory than the buffers of staging.py, and a window of a mapped file
+for each reader (mapped_columns.py).
 
-The threads share an interpreter, and wait for it longer than they use it where each makes many short calls. So a reader
-makes one long call for each piece, the read. All calls to the GPU's driver are one thread's, which would otherwise
-wait for each other there too; copies follow each other on one stream, which is enough to fill the bus.
+The threads share an interpreter. Each call during which a thread gives it away is one after which it may have to wait
+for it, for longer than a piece's other work takes. So the way of most pieces has one, the read.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from itertools import cycle
-from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from paceline.model.checkpoint_files import StoredTensor
 from paceline.model.coverage import Coverage
 from paceline.model.errors import CheckpointError, LoadingStopped
 from paceline.model.finite_values import describe_not_finite, not_finite
-from paceline.model.parameter import Copy
+from paceline.model.parameter import Box, Copy
+from paceline.model.pinned_copies import pinned_copies_on
 from paceline.model.staging import PIECE_BYTES, Buffer, StagingMemory, num_readers
 
 FAULT_GRACE_S = 2.0
 """How long a rank reads on once any rank met a fault, to report more than the first."""
 CHECK_EVERY_S = 1.0
 """Values are looked at so often, so that a long load ends early; a load of less than that looks once, at its end."""
-_COPIES_UNDER_WAY = 2
-"""So that the bus has the next one while the thread that starts them sees to the last."""
+_TELL_EVERY_S = 0.1
+"""How often the caller hears of bytes."""
 
 
 class StopFlag(Protocol):
@@ -55,23 +57,25 @@ class ShardReader:
         stop: StopFlag,
         on_bytes: Callable[[int], object],
     ) -> None:
-        """coverage notes each write; on_bytes is told the bytes of each piece once it is in its place."""
+        """coverage is told of all writes at the end; on_bytes of new bytes now and then, by the caller's thread."""
         # Copies come after what the caller has begun, and what readers compute on the device before they are copied.
         self._stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
+        self._pinned_copies = None if self._stream is None else pinned_copies_on(self._stream)
         self._coverage = coverage
         self._stop = stop
         self._on_bytes = on_bytes
         self._transfers = [_Transfer(copy) for copy in copies]
-        # A deque, since threads may take from one without a lock.
-        self._queue = deque(_Piece(piece, transfer) for transfer in self._transfers for piece in transfer.pieces)
+        # Deques, since threads may take from one without a lock.
+        self._queue = deque((transfer, *run) for transfer in self._transfers for run in transfer.runs)
         # A piece is larger than PIECE_BYTES where a single row is.
-        largest = max((transfer.pieces[0].num_bytes for transfer in self._transfers), default=0)
-        self._free: SimpleQueue[Buffer | None] = SimpleQueue()
-        """Buffers to read into, and None for each reader where there will be no more."""
-        for buffer in staging.buffers(largest):
-            self._free.put(buffer)
-        self._filled: SimpleQueue[_Filled | None] = SimpleQueue()
-        """What was read, and None from each reader at its end."""
+        largest = max((transfer.row_bytes * transfer.runs[0][1] for transfer in self._transfers), default=0)
+        self._slots = deque(_Slot(buffer, self._stream) for buffer in staging.buffers(largest))
+        """In the order in which what is in them will have left them; never empty, since each reader takes one."""
+        self._one_at_a_time = threading.Lock()
+        self._untold: deque[int] = deque()
+        """Bytes of pieces that on_bytes has not heard of."""
+        self._checking = threading.Lock()
+        self._next_check = time.monotonic() + CHECK_EVERY_S
         self._faults: dict[str, str] = {}
         self._deadline: float | None = None
         self._abandoned = False
@@ -82,96 +86,95 @@ class ShardReader:
         The result is one fault for each tensor that has one: values that are not finite, or not once they have the
         parameter's type, and files that cannot be read. Raises LoadingStopped where only other ranks met any.
         """
-        readers = num_readers()
-        with ThreadPoolExecutor(readers, thread_name_prefix="read-weights") as pool:
-            futures = [pool.submit(self._read) for _ in range(readers)]
-            try:
-                self._place(readers)
-                for future in futures:
-                    future.result()
-            except BaseException:
-                self._abandoned = True
-                for _ in range(readers):
-                    self._free.put(None)
-                raise
-        self._check()
+        try:
+            self._read_in_threads()
+            self._check()
+        finally:
+            if self._stream is not None:
+                self._stream.synchronize()  # nobody else knows that buffers are in use until then
+        for transfer in self._transfers:
+            for part in transfer.parts(transfer.placed):
+                self._coverage.record(part)
         if self._deadline is not None and not self._faults:
             raise LoadingStopped("loading was stopped, since another rank met a fault")
         return [fault for _, fault in sorted(self._faults.items())]
 
+    def _read_in_threads(self) -> None:
+        readers = num_readers()
+        with ThreadPoolExecutor(readers, thread_name_prefix="read-weights") as pool:
+            futures = [pool.submit(self._read) for _ in range(readers)]
+            try:
+                while wait(futures, _TELL_EVERY_S).not_done:
+                    self._tell()
+            except BaseException:
+                self._abandoned = True
+                raise
+        self._tell()
+        for future in futures:
+            future.result()
+
+    def _tell(self) -> None:
+        self._on_bytes(sum(self._untold.popleft() for _ in range(len(self._untold))))
+
     def _read(self) -> None:
-        """One reader: take pieces as long as there are any, each into a buffer that is free."""
+        """One reader: take pieces as long as there are any and there is time; now and then look at values."""
         try:
             with self._same_stream():
-                for piece in self._remaining():
-                    buffer = self._free.get()
-                    if buffer is None:
+                while not self._is_over():
+                    try:
+                        transfer, start, stop = self._queue.popleft()
+                    except IndexError:
                         return
                     try:
-                        values = piece.copy.tensor.read(piece.copy.source, buffer.result())
+                        self._place(transfer, start, stop)
                     except CheckpointError as error:
-                        self._report(piece.copy, str(error))
-                        self._free.put(buffer)
+                        self._report(transfer.copy, str(error))
                     else:
-                        self._filled.put(_Filled(piece, values, buffer))
+                        transfer.placed.append((start, stop))
+                        self._untold.append((stop - start) * transfer.row_bytes)
+                    self._check_in_time()
         except BaseException:
             self._abandoned = True
             raise
-        finally:
-            self._filled.put(None)
 
     def _same_stream(self) -> AbstractContextManager[object]:
         """A thread has a current stream of its own: make it the one that copies are on."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _remaining(self) -> Iterator[_Piece]:
-        """Pieces that no thread has taken yet, until time is up."""
-        while not self._is_over():
-            try:
-                piece = self._queue.popleft()
-            except IndexError:
-                return
-            yield piece
 
     def _is_over(self) -> bool:
         if self._deadline is None and self._stop.is_set():
             self._deadline = time.monotonic() + FAULT_GRACE_S
         return self._abandoned or (self._deadline is not None and time.monotonic() > self._deadline)
 
-    def _place(self, readers: int) -> None:
-        """Copy what is read to its place until so many readers have ended; now and then look at their values."""
-        # One reader alone has two buffers, and one of them must become free without that the next is filled.
-        most = min(_COPIES_UNDER_WAY, readers)
-        events = None if self._stream is None else cycle([torch.cuda.Event() for _ in range(most + 1)])
-        under_way: deque[tuple[_Filled, torch.cuda.Event | None]] = deque()
-        next_check = time.monotonic() + CHECK_EVERY_S
-        while readers:
-            filled = self._filled.get()
-            if filled is None:
-                readers -= 1
-                continue
-            _start_copy(filled)
-            done = None if events is None else next(events)
-            if done is not None:
-                done.record(self._stream)  # asking for the current stream takes longer than to record
-            under_way.append((filled, done))
-            if len(under_way) > most:
-                self._finish(*under_way.popleft())
-            if time.monotonic() > next_check:
-                self._check()
-                next_check = time.monotonic() + CHECK_EVERY_S
-        for each in under_way:
-            self._finish(*each)
+    def _place(self, transfer: _Transfer, start: int, stop: int) -> None:
+        """Bring rows to their place; on a GPU they are there for what comes later on the stream."""
+        begin, end = start * transfer.row_bytes, stop * transfer.row_bytes
+        if transfer.stored is not None and transfer.memory is not None:
+            transfer.stored.read_bytes(transfer.source(start, stop), transfer.memory[begin:end])
+            return
+        slot = self._slots.popleft()
+        try:
+            slot.wait()
+            if transfer.stored is not None and self._pinned_copies is not None:
+                transfer.stored.read_bytes(transfer.source(start, stop), slot.memory[: end - begin])
+                self._pinned_copies.start(transfer.address + begin, slot.address, end - begin, slot.done_handle)
+            else:
+                part = transfer.copy.rows(start, stop)
+                values = part.tensor.read(part.source, slot.buffer)
+                with self._one_at_a_time:  # torch's threads and the driver do not do more of these at once
+                    _copy(values, part.destination)
+                slot.record()
+        finally:
+            self._slots.append(slot)
 
-    def _finish(self, filled: _Filled, done: torch.cuda.Event | None) -> None:
-        """Wait until a piece is in its place, enter it into the books, and let its buffer be read into again."""
-        if done is not None:
-            done.synchronize()
-        self._free.put(filled.buffer)
-        copy, transfer = filled.piece
-        self._coverage.record(copy)
-        self._on_bytes(filled.values.nbytes)
-        transfer.unchecked.append(copy)
+    def _check_in_time(self) -> None:
+        if time.monotonic() < self._next_check or not self._checking.acquire(blocking=False):
+            return
+        try:
+            self._check()
+            self._next_check = time.monotonic() + CHECK_EVERY_S
+        finally:
+            self._checking.release()
 
     def _check(self) -> None:
         """Look at the values of what has come into its place since this was last done."""
@@ -184,39 +187,80 @@ class ShardReader:
 
 
 class _Transfer:
-    """A copy that is carried out in pieces."""
+    """A copy that is carried out in pieces: runs of its rows, each a start and a stop."""
 
     def __init__(self, copy: Copy) -> None:
-        self.pieces = list(copy.pieces(PIECE_BYTES))
-        self.unchecked: list[Copy] = []
-        """Pieces that are in their places, and whose values nobody has looked at."""
-        self._copy = copy
+        self.copy = copy
+        self.row_bytes = copy.num_bytes // copy.num_rows
+        """As stored."""
+        self.runs = list(copy.runs(PIECE_BYTES))
+        self.placed: list[tuple[int, int]] = []
+        """Runs that were written; only ever appended to, by any thread."""
+        self._checked = 0
+        self._rows, *self._columns = copy.source
+        destination = copy.destination
+        same = copy.tensor.dtype == destination.dtype and destination.is_contiguous()
+        self.stored = copy.tensor if same and isinstance(copy.tensor, StoredTensor) else None
+        """The tensor, where its bytes can go to the parameter one after the other as they are."""
+        self.address = destination.data_ptr()
+        on_cpu = self.stored is not None and destination.device.type == "cpu"
+        self.memory = destination.view(-1).view(torch.uint8).numpy() if on_cpu else None
+        """The bytes of the destination, where they can be read to directly."""
+
+    def source(self, start: int, stop: int) -> Box:
+        """Rows of the source."""
+        first = self._rows.start
+        return (slice(first + start, first + stop), *self._columns)
 
     def take_unchecked(self) -> list[Copy]:
-        """What is to be looked at now: one part where it is everything, since each takes a few calls to the driver."""
-        parts, self.unchecked = self.unchecked, []
-        return [self._copy] if len(parts) == len(self.pieces) else parts
+        """What was written since this was last asked."""
+        runs = self.placed[self._checked :]
+        self._checked += len(runs)
+        return self.parts(runs)
+
+    def parts(self, runs: Sequence[tuple[int, int]]) -> list[Copy]:
+        """Runs as parts of the copy, few where they follow each other: a part takes a few calls to the driver."""
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(runs):
+            first = joined.pop()[0] if joined and joined[-1][1] == start else start
+            joined.append((first, stop))
+        return [self.copy.rows(start, stop) for start, stop in joined]
 
 
-class _Piece(NamedTuple):
-    """A part of a transfer that one thread carries out."""
+class _Slot:
+    """A buffer, and the event after which it may be read into again."""
 
-    copy: Copy
-    transfer: _Transfer
+    buffer: torch.Tensor
+    memory: npt.NDArray[np.uint8]
+    address: int
+    done_handle: int
+    """For PinnedCopies; on a GPU alone."""
+
+    def __init__(self, buffer: Buffer, stream: torch.cuda.Stream | None) -> None:
+        self._future: Buffer | None = buffer
+        self._stream = stream
+        self._done = None if stream is None else torch.cuda.Event()
+
+    def wait(self) -> None:
+        """Until the buffer is there, and what was last read into it has left it."""
+        if self._future is not None:
+            self.buffer = self._future.result()
+            self.memory, self.address = self.buffer.numpy(), self.buffer.data_ptr()
+            self._future = None
+            if self._done is not None:
+                self.record()
+                self.done_handle = self._done.cuda_event  # there is none before it was recorded
+        if self._done is not None and not self._done.query():  # to ask keeps the interpreter
+            self._done.synchronize()
+
+    def record(self) -> None:
+        """What was begun until now has to end before the buffer is free."""
+        if self._done is not None:
+            self._done.record(self._stream)
 
 
-class _Filled(NamedTuple):
-    """A piece that was read."""
-
-    piece: _Piece
-    values: torch.Tensor
-    """In the buffer, or memory of their own."""
-    buffer: Buffer
-
-
-def _start_copy(filled: _Filled) -> None:
+def _copy(values: torch.Tensor, destination: torch.Tensor) -> None:
     """Begin to copy what was read to its place, on the current stream."""
-    values, destination = filled.values, filled.piece.copy.destination
     if values.dtype != destination.dtype or not destination.is_contiguous():
         # Over to the device first: a copy that also casts would do so on the CPU, and wait for it.
         values = values.to(destination.device, non_blocking=True)

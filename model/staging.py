@@ -8,8 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 READERS = 8
-BUFFERS_PER_READER = 2
-PIECE_BYTES = 8 << 20
+SPARE_BUFFERS = 4
+"""Beyond one for each reader: what is being copied to a GPU meanwhile."""
+PIECE_BYTES = 4 << 20
+"""All buffers together are to stay in the processor's cache, from which a GPU then takes them, and not from memory."""
 _ALIGNMENT = 256
 """Of a buffer's size, so that it can hold elements of any type."""
 
@@ -31,7 +33,7 @@ class StagingMemory:
         self._usual = self._begin(self._usual_bytes)
 
     def buffers(self, size: int) -> list[Buffer]:
-        """BUFFERS_PER_READER for each of num_readers() readers, each of at least that size in bytes.
+        """One for each of num_readers() readers and SPARE_BUFFERS, each of at least that size in bytes.
 
         RuntimeError from each, where the system does not give the memory.
         """
@@ -40,7 +42,7 @@ class StagingMemory:
     def _begin(self, size: int) -> list[Buffer]:
         pool = ThreadPoolExecutor(1, thread_name_prefix="pin-memory")
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
-        buffers = [pool.submit(self._allocate, size) for _ in range(BUFFERS_PER_READER * num_readers())]
+        buffers = [pool.submit(self._allocate, size) for _ in range(num_readers() + SPARE_BUFFERS)]
         pool.shutdown(wait=False)
         return buffers
 

@@ -25,6 +25,7 @@ from paceline.model.coverage import Coverage
 from paceline.model.decoder import CausalLM
 from paceline.model.dummy_tensors import DummyTensor
 from paceline.model.errors import CheckpointError
+from paceline.model.finite_values import get_ready
 from paceline.model.ledger import Assignment, Ledger, sharded_parameters, tensor_targets
 from paceline.model.parameter import Copy, ShardedParameter
 from paceline.model.registry import MODEL_CLASSES
@@ -57,6 +58,8 @@ def load_model(
     """
     with _garbage_kept():
         staging = StagingMemory(device)
+        if device.type == "cuda":  # takes the driver about as long as it takes to build the model
+            threading.Thread(target=get_ready, args=(device, dtype), name="get-ready").start()
         model = MODEL_CLASSES[config.architecture](config, comm, dtype, max_model_len)
         stop = stop or threading.Event()
         if load_format == "dummy":
@@ -140,10 +143,12 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
     for sharded in sharded_parameters(model).values():
         placed[sharded] = sharded.materialise(device)
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, placed[parameter])
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(device))
+        # Not named_parameters, which takes longer than everything else here together.
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = placed[parameter]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def _reserve(num_bytes: int, device: torch.device) -> None:

@@ -30,6 +30,8 @@ class StepShape:
     num_rows: int
     has_prefills: bool
     """Whether a row may have more than one token."""
+    has_decodes: bool = True
+    """Whether a row may have exactly one token, as in all that have graphs."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class BatchState:
         self._slots: torch.Tensor
         self._slots, self._query_start, self._samples = self._step.split([num_slots, num_slots + 1, num_slots])
         self._pad_rows()
+        self._prefill_counter = torch.zeros(1, dtype=torch.int32, device=device)
         # Host mirrors: counts are known without asking the device.
         self.host_known = [0] * num_slots
         self.host_computed = [0] * num_slots
@@ -78,8 +81,8 @@ class BatchState:
     @property
     def nbytes(self) -> int:
         """Bytes that its tensors take on the device."""
-        own = (self.token_table, self.block_tables, self._ints, self._floats, self.seeds, self._step)
-        return sum(tensor.nbytes for tensor in own)
+        tables = (self.token_table, self.block_tables, self._ints, self._floats, self.seeds)
+        return sum(tensor.nbytes for tensor in (*tables, self._step, self._prefill_counter))
 
     @property
     def num_slots(self) -> int:
@@ -170,7 +173,7 @@ class BatchState:
         self._step.copy_(step)
         return HostRows(
             rows=rows,
-            shape=StepShape(starts[-1], len(rows.slots), max(rows.counts) > 1),
+            shape=StepShape(starts[-1], len(rows.slots), max(rows.counts) > 1, 1 in rows.counts),
             sampled=tuple(index for index, samples in enumerate(rows.samples) if samples),
             sampling=self._rules_of(rows),
         )
@@ -203,7 +206,7 @@ class BatchState:
             shape.num_tokens,
             self.block_size,
         )
-        on_gpu = self.device.type == "cuda"
+        plans_decodes = self.device.type == "cuda" and shape.has_decodes
         context = StepContext(
             positions=inputs.positions,
             slot_mapping=inputs.slot_mapping,
@@ -214,7 +217,9 @@ class BatchState:
             logits_tokens=inputs.last_tokens if shape.has_prefills else None,
             kv_caches=kv_caches,
             has_prefills=shape.has_prefills,
-            decode_work=plan_decode(query_start, inputs.seq_lens, kv_caches[0][0].shape[2]) if on_gpu else None,
+            has_decodes=shape.has_decodes,
+            decode_work=plan_decode(query_start, inputs.seq_lens, kv_caches[0][0].shape[2]) if plans_decodes else None,
+            prefill_counter=self._prefill_counter,
         )
         return inputs.input_ids, context
 

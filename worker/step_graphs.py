@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -73,12 +74,17 @@ class StepGraphs(Generic[Result]):
     def __init__(
         self,
         body: Callable[[StepShape], Result],
+        shortened: Callable[[], AbstractContextManager[None]],
         state: BatchState,
         max_tokens: int,
         pool: tuple[int, int],
     ) -> None:
-        """body launches a step of a shape from what state holds, and returns its result, tensors that stay in place."""
+        """body launches a step of a shape from what state holds, and returns its result, tensors that stay in place.
+
+        shortened: within, body launches every kernel that it launches at all, but not as often.
+        """
         self._body = body
+        self._shortened = shortened
         self._state = state
         self._device = state.device
         self._shapes = GraphShapes(state.num_slots, max_tokens)
@@ -106,8 +112,9 @@ class StepGraphs(Generic[Result]):
         return result
 
     def _capture(self, shape: StepShape) -> None:
-        with self._state.without_rows():
-            self._body(shape)  # compiles what is not yet: a recording may not wait for that
+        # Kernels are compiled and loaded, ours and the libraries': a recording may not wait for that.
+        with self._state.without_rows(), self._shortened():
+            self._body(shape)
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

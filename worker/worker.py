@@ -233,7 +233,7 @@ class Worker:
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
-        shared = self.state, self._config.max_batched_tokens, torch.cuda.graph_pool_handle()
+        shared = self._model.two_layers, self.state, self._config.max_batched_tokens, torch.cuda.graph_pool_handle()
         self._step_graphs = StepGraphs(self._launch_step, *shared)
         self._hidden_graphs = StepGraphs(self._launch_hidden, *shared)
         self._step_graphs.capture_all()

@@ -36,5 +36,7 @@ def test_mixed_step(
         seq_lens=rows.seq_lens,
         query_start=torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32).to(device),
         scale=0.125,
+        has_prefills=max(query_lens) > 1,
+        has_decodes=1 in query_lens,
     )
     assert_attention(out, rows.expected(q, query_lens, 0.125))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -199,6 +200,17 @@ def test_hopper_kernel_finds_its_row_among_more_than_it_looks_at_at_once(
         paged_prefill_attention_hopper, 9, 3, 64, torch.bfloat16, query_lens, query_lens,
         hopper, make_rows, assert_attention,
     )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_hopper_kernels_share_a_counter(make_rows: Callable, assert_attention: Callable, hopper: torch.device) -> None:
+    counter = torch.zeros(1, dtype=torch.int32, device=hopper)
+    for query_lens in ([1] * 9, [2], [3000, 1, 500], [17] * 40, [129, 1]):
+        check(
+            partial(paged_prefill_attention_hopper, counter=counter), 9, 3, 64, torch.bfloat16, query_lens, query_lens,
+            hopper, make_rows, assert_attention,
+        )  # fmt: skip
+        assert counter.item() == 0
 
 
 @pytest.mark.gpu

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.kernels.stand_ins import StandIns, is_stand_in
+from paceline.kernels.stand_ins import StandIns, is_stand_in, may_be_stand_ins
 
 GPU = torch.device("cuda", 0)
 
@@ -50,6 +51,17 @@ def test_other_operations_are_carried_out() -> None:
         values[2:4].add_(10)
         assert values.device.type == "cpu" and not values.is_cuda
         assert values.tolist() == [0, 1, 12, 13, 4, 5]
+
+
+def test_stand_ins_are_looked_for_within_alone_and_in_the_thread_that_is() -> None:
+    assert not may_be_stand_ins()
+    with StandIns(GPU), ThreadPoolExecutor(1) as pool:
+        assert may_be_stand_ins()
+        assert not pool.submit(may_be_stand_ins).result()
+        with StandIns(GPU):
+            assert may_be_stand_ins()
+        assert may_be_stand_ins()
+    assert not may_be_stand_ins()
 
 
 def test_a_step_without_content_imports_no_compiler() -> None:

@@ -13,6 +13,7 @@ from paceline.model import shard_reader, weights
 from paceline.model.communicator import Communicator, SingleRank, run_simulated_ranks
 from paceline.model.config import ModelConfig
 from paceline.model.errors import CheckpointError
+from paceline.model.pinned_copies import pinned_copies_on
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.weights import load_model
 
@@ -89,3 +90,20 @@ def test_values_that_are_not_finite_are_found_on_the_gpu(
     config = ModelConfig.from_folder(folder)
     with pytest.raises(CheckpointError, match=re.escape(f"tensor {Q_PROJ} in model.safetensors {message}")):
         load_model(folder, config, SingleRank(), torch.device("cuda"), dtype, max_model_len=64)
+
+
+def test_copies_begin_through_the_runtime_that_torch_was_linked_with() -> None:
+    stream = torch.cuda.Stream()
+    copies = pinned_copies_on(stream)
+    assert copies is not None
+    source = torch.arange(1 << 20, dtype=torch.int32, pin_memory=True)
+    destination = torch.zeros_like(source, device="cuda")
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    done.record(stream)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(500_000_000)  # cycles: a quarter of a second
+    copies.start(destination.data_ptr() + 4, source.data_ptr(), source.nbytes - 4, done.cuda_event)
+    assert not done.query()
+    done.synchronize()
+    assert torch.equal(destination[1:].cpu(), source[:-1])

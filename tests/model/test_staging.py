@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.model.staging import BUFFERS_PER_READER, PIECE_BYTES, StagingMemory, num_readers
+from paceline.model.staging import PIECE_BYTES, SPARE_BUFFERS, StagingMemory, num_readers
 
 
 @pytest.mark.parametrize("size", [10, 1 << 12, PIECE_BYTES, PIECE_BYTES + 2])
 def test_buffers_do_not_overlap_and_hold_any_type(size: int) -> None:
     buffers = [buffer.result() for buffer in StagingMemory(torch.device("cpu")).buffers(size)]
-    assert len(buffers) == num_readers() * BUFFERS_PER_READER
+    assert len(buffers) == num_readers() + SPARE_BUFFERS
     for number, buffer in enumerate(buffers):
         assert len(buffer) >= size
         buffer[:8].view(torch.float64).fill_(number)

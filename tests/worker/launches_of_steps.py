@@ -41,6 +41,9 @@ MODEL = HEADS | {
     "tie_word_embeddings": True,
 }
 
+PROMPTS = StepShape(5000, 1, has_prefills=True, has_decodes=False)
+"""A step that is too large for a graph, where the host knows that no row decodes."""
+
 
 class Hopper:
     """What Triton asks of a GPU's driver before it compiles."""
@@ -110,7 +113,7 @@ def launch_all_steps(worker: Worker) -> None:
     """Steps of every shape that has a graph, and some that are too large; draws and filters by rules of any rows."""
     most = worker.state.num_slots
     shapes = GraphShapes(most, worker._config.max_batched_tokens).all()
-    for shape in [*shapes, StepShape(5000, 1, True), StepShape(5001, most, True)]:
+    for shape in [*shapes, StepShape(5000, 1, True), StepShape(5001, most, True), PROMPTS]:
         worker._launch_step(shape)
     for num_rows in sorted({1, min(3, most), most // 3 + 1, most}):
         logits = torch.empty((num_rows, worker._model.vocab.padded), dtype=torch.float32, device=GPU)
@@ -128,6 +131,9 @@ def check(engine: EngineConfig, num_ranks: int = 1, *, streamed: bool = True, **
     missed = noted(lambda: launch_all_steps(worker)) - compiled
     if missed:
         raise RuntimeError("the start does not compile:\n" + "\n".join(sorted(missed)))
+    too_many = [name for name in noted(lambda: worker._launch_step(PROMPTS)) if "decode" in name]
+    if too_many:
+        raise RuntimeError("a step of prompts alone launches:\n" + "\n".join(too_many))
     print(f"{len(compiled)} variants, {sum('_streamed_kernel' in name for name in compiled)} of streamed products")
 
 

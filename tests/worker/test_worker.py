@@ -11,6 +11,7 @@ import torch
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.messages import Admission, RowSampling, StepPlan, StepRows
 from paceline.worker import sampler, worker
+from paceline.worker.batch_state import BatchState, StepShape
 from paceline.worker.ranks import RankGroup
 from paceline.worker.worker import Worker
 
@@ -46,6 +47,17 @@ def test_a_step_is_the_same_without_a_result(
     chosen = [result.token_ids[0] for result in results]
     assert following.state.token_table[1, :6].tolist() == [5, 6, 7, *chosen]
     assert torch.equal(following.state.known_lens, reporting.state.known_lens)
+
+
+@pytest.mark.parametrize(
+    ("counts", "has_prefills", "has_decodes"), [([1, 1], False, True), ([5, 1], True, True), ([5, 2], True, False)]
+)
+def test_a_step_knows_which_kinds_of_rows_it_has(counts: list[int], has_prefills: bool, has_decodes: bool) -> None:
+    state = BatchState(3, 64, 16, torch.device("cpu"))
+    shape = state.apply(StepPlan(0, rows=StepRows([2, 0], counts, [True, True]))).shape
+    assert shape == StepShape(sum(counts), 2, has_prefills, has_decodes)
+    _, context = state.inputs(shape, [])
+    assert (context.has_prefills, context.has_decodes) == (has_prefills, has_decodes)
 
 
 def test_what_a_worker_has_set_aside_is_what_its_model_and_cache_take(make_worker: Callable[[], Worker]) -> None:
