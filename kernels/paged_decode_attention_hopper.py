@@ -170,7 +170,8 @@ def _attend_pieces(
     done = 0
     turn = 0
     row, kv_head, chunk, first_of_row, seq_len, table_ptr, token = find_piece(turn, rows, KV_HEADS, BLOCK_SIZE)
-    gdc_wait()
+    if (row >= 0) | (gl.program_id(0) == 0):  # the kernel as a whole must not end before the one it depends on
+        gdc_wait()
     while row >= 0:
         last = gl.minimum((chunk + 1) * chunk_len, seq_len)
         group = (token * KV_HEADS + kv_head) * GROUP

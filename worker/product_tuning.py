@@ -24,8 +24,8 @@ Measure = Callable[[Callable[[], None]], float]
 ENOUGH_BYTES = 1 << 28
 """Weights of one kind that are more than any L2 cache holds; more layers than have these are not measured."""
 REPLAYS = 5
-LEAST_GAIN = 0.02
-"""A stream that is not faster than the other way by this share is not worth its place."""
+LEAST_GAIN_S = 0.75e-6
+"""A stream must be faster by so much: among its like, as here, it has its weights sooner than behind other kernels."""
 
 
 class ProductTuner:
@@ -62,7 +62,7 @@ class ProductTuner:
             choice = {}
             for bucket in self._streams[name]:
                 streamed, other = self._seconds(name, layers, bucket, seconds)
-                choice[bucket] = streamed < (1 - LEAST_GAIN) * other
+                choice[bucket] = streamed + LEAST_GAIN_S * len(layers) < other
             self._choices[name] = choice
             self._cache.write(name, choice)
 
