@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -29,6 +30,7 @@ from paceline.launcher.executor import RankExecutor
 from paceline.launcher.grammars import TokenizerGrammars
 from paceline.launcher.termination import exit_on_signal
 from paceline.launcher.tokenizer import Tokenizer
+from paceline.worker.garbage import keep_all_that_is_here
 from paceline.worker.loop import follow
 from paceline.worker.memory import RankMemory
 from paceline.worker.ranks import RankGroup, describe
@@ -80,7 +82,9 @@ def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
             tokenizer = Tokenizer(Path(folder))
     config = dataclasses.replace(config, model=ranks.exchange(folder)[0])
     devices = ranks.exchange(ranks.device_name)
+    keep_all_that_is_here()
     worker = Worker(config, ranks)
+    keep_all_that_is_here()
     shares = ranks.exchange(json.dumps(dataclasses.astuple(worker.memory)))
     if tokenizer is None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -240,6 +244,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        gc.unfreeze()
         atexit.unregister(self._close_at_exit)
         self._restore_signal()
         self._executor.close(error)

@@ -287,6 +287,15 @@ def test_no_prompts_give_no_results(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
+def test_the_garbage_collector_does_not_look_through_what_a_running_engine_consists_of(
+    tiny: Callable[..., Any],
+) -> None:
+    gc.unfreeze()  # other tests' engines may be running
+    with LLM(str(tiny("llama").folder), device="cpu"):
+        assert len(gc.get_objects()) < gc.get_freeze_count() / 5
+    assert gc.get_freeze_count() < 1000
+
+
 def test_a_closed_engine_says_so_and_lets_go(tiny: Callable[..., Any]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with LLM(str(tiny("llama").folder), device="cpu") as engine:
