@@ -21,14 +21,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def environment() -> dict[str, Any]:
-    """Machine, versions and commit of this run."""
-    commit = subprocess.run(
+    """Machine, versions and commit of this run; of a copy without its history the commit is in COMMIT."""
+    described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() or os.environ.get("COMMIT"),
+        "commit": os.environ.get("COMMIT") or described.stdout.strip(),
         "machine": gpu or f"{_processor()}, {os.cpu_count()} cores",
         "gpus": torch.cuda.device_count(),
         "python": platform.python_version(),
