@@ -74,6 +74,12 @@ def shared_memory(device: torch.device) -> int:
 
 
 @functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a GPU has what kernels for Hopper use, and later ones have not: wgmma."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
 def dependent_launch(device: torch.device) -> bool:
     """Whether kernels may start while the one before ends (programmatic dependent launch, from Hopper on).
 

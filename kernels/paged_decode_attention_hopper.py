@@ -9,7 +9,6 @@ tensor cores, which take 64 rows of it, but as few columns of the second as 8 qu
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -26,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.kernels.decode_work import BLOCK_N, DecodeWork
-from paceline.kernels.launch import launch, num_processors
+from paceline.kernels.launch import is_hopper, launch, num_processors
 from paceline.kernels.paged_decode_combine_hopper import combine_if_last
 from paceline.kernels.paged_decode_loader_hopper import HALF, RUN, find_piece, in_parts, stream_pieces
 from paceline.kernels.tensor_descriptors import describe
@@ -44,13 +43,8 @@ def fits_hopper_decode(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
         and q.shape[2] in (64, 128)
         and k_cache.shape[1] in (16, 32, 64)
         and q.shape[1] // k_cache.shape[2] <= 16
-        and _is_hopper(q.device)
+        and is_hopper(q.device)
     )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def paged_decode_attention_hopper(

@@ -8,7 +8,6 @@ weights and values runs on the tensor cores, it computes the weights of the next
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -22,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from paceline.kernels.launch import launch, num_processors
+from paceline.kernels.launch import is_hopper, launch, num_processors
 from paceline.kernels.paged_prefill_loader_hopper import (
     FIRST_PAIR,
     HALF,
@@ -46,13 +45,8 @@ def fits_hopper_kernel(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
         q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] in (64, 128)
         and k_cache.shape[1] in (16, 32, 64)
-        and _is_hopper(q.device)
+        and is_hopper(q.device)
     )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def paged_prefill_attention_hopper(

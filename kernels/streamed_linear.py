@@ -12,7 +12,6 @@ rule, and whether it then beats the library is measured: worker/product_tuning.p
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -29,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.kernels.launch import dependent_launch, launch, num_processors, shared_memory
+from paceline.kernels.launch import dependent_launch, is_hopper, launch, num_processors, shared_memory
 from paceline.kernels.stream_cut import (
     ALIGNMENT,
     BUCKETS,
@@ -69,17 +68,12 @@ NO_STREAMS: Streams = MappingProxyType({})
 
 def cuts_of(weight: torch.Tensor, *, gated: bool = False) -> dict[int, Cut]:
     """The cut of products with weight [N, K], or [2 * N, K], for each bucket of rows in which it can be streamed."""
-    if not weight.is_cuda or weight.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(weight.device):
+    if not weight.is_cuda or weight.dtype not in (torch.bfloat16, torch.float16) or not is_hopper(weight.device):
         return {}
     num_columns, size = _columns(weight, gated), weight.shape[1]
     gpu = {"processors": num_processors(weight.device), "shared_bytes": shared_memory(weight.device)}
     cuts = {bucket: cut_product(num_columns, size, bucket, gated=gated, **gpu) for bucket in BUCKETS}
     return {bucket: cut for bucket, cut in cuts.items() if cut is not None}
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def make_exchange(device: torch.device) -> torch.Tensor:

@@ -132,13 +132,13 @@ def _model_config(folder: Path) -> Any:
     Of the config it takes a few fields. Left to itself it reads them into the model family's own class, with which it
     imports torch's compiler, for about as long as all else that a tokenizer takes.
     """
-    path = folder / "tokenizer_config.json"
+    path, config_path = folder / "tokenizer_config.json", folder / "config.json"
     fields = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if not fields.get("tokenizer_class") or "auto_map" in fields:
+    if not fields.get("tokenizer_class") or "auto_map" in fields or not config_path.exists():
         return None
     from transformers import PreTrainedConfig
 
-    return PreTrainedConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    return PreTrainedConfig.from_dict(json.loads(config_path.read_text(encoding="utf-8")))
 
 
 def _checked(text: str) -> str:
