@@ -82,7 +82,6 @@ def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
             tokenizer = Tokenizer(Path(folder))
     config = dataclasses.replace(config, model=ranks.exchange(folder)[0])
     devices = ranks.exchange(ranks.device_name)
-    keep_all_that_is_here()
     worker = Worker(config, ranks)
     keep_all_that_is_here()
     shares = ranks.exchange(json.dumps(dataclasses.astuple(worker.memory)))
