@@ -83,7 +83,7 @@ def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
     config = dataclasses.replace(config, model=ranks.exchange(folder)[0])
     devices = ranks.exchange(ranks.device_name)
     worker = Worker(config, ranks)
-    keep_all_that_is_here()
+    keep_all_that_is_here(ranks.device)
     shares = ranks.exchange(json.dumps(dataclasses.astuple(worker.memory)))
     if tokenizer is None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -30,7 +30,6 @@ from paceline.launcher.serving.http_protocol import HttpProtocol
 from paceline.launcher.serving.messages import FrontCut, FrontFailed, FrontReady
 from paceline.launcher.serving.settings import ServerSettings
 from paceline.launcher.tokenizer import Tokenizer
-from paceline.worker.garbage import keep_all_that_is_here
 
 GARBAGE_THRESHOLD = 50_000
 """Objects made and not given back before Python looks for cycles among them."""
@@ -81,7 +80,9 @@ async def serve(settings: FrontSettings) -> int:
         except InputError as error:
             link.send(FrontFailed(str(error)))
             return 1
-        keep_all_that_is_here()
+        # What was loaded stays: garbage collection need not look through it again, which would stop all streams.
+        gc.collect()
+        gc.freeze()
         # A step's news of a thousand streams are that many objects and more, which are gone without it.
         gc.set_threshold(GARBAGE_THRESHOLD)
         config = uvicorn.Config(
