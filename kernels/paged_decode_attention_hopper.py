@@ -25,9 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.kernels.decode_work import BLOCK_N, DecodeWork
-from paceline.kernels.launch import is_hopper, launch, num_processors
+from paceline.kernels.gluon_names import HALF, in_parts
+from paceline.kernels.launch import launch, num_processors
 from paceline.kernels.paged_decode_combine_hopper import combine_if_last
-from paceline.kernels.paged_decode_loader_hopper import HALF, RUN, find_piece, in_parts, stream_pieces
+from paceline.kernels.paged_decode_loader_hopper import RUN, find_piece, stream_pieces
+from paceline.kernels.paged_prefill_attention_hopper import fits_hopper_kernel
 from paceline.kernels.tensor_descriptors import describe
 
 _LOADER_REGISTERS = gl.constexpr(56)
@@ -38,13 +40,7 @@ MAX_REGISTERS = 96
 
 def fits_hopper_decode(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
     """Return whether this kernel takes such queries, [T, H, D], and caches, [NB, BS, K, D], on their device."""
-    return (
-        q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[2] in (64, 128)
-        and k_cache.shape[1] in (16, 32, 64)
-        and q.shape[1] // k_cache.shape[2] <= 16
-        and is_hopper(q.device)
-    )
+    return fits_hopper_kernel(q, k_cache) and q.shape[1] // k_cache.shape[2] <= 16
 
 
 def paged_decode_attention_hopper(
@@ -163,7 +159,7 @@ def _attend_pieces(
     chunk_len = gl.load(chunk_len_ptr)
     done = 0
     turn = 0
-    row, kv_head, chunk, first_of_row, seq_len, table_ptr, token = find_piece(turn, rows, KV_HEADS, BLOCK_SIZE)
+    row, kv_head, chunk, first_of_row, seq_len, table_ptr, token = find_piece(turn, rows, KV_HEADS)
     if (row >= 0) | (gl.program_id(0) == 0):  # the kernel as a whole must not end before the one it depends on
         gdc_wait()
     while row >= 0:
@@ -187,11 +183,11 @@ def _attend_pieces(
             if start + BLOCK_N >= seq_len:
                 # The accelerator may have been there before the newest token was; and past that are no numbers.
                 run = (seq_len - 1 - start) // RUN
-                in_parts(k_tiles.index(stage)).index(run).store(k_new)
-                in_parts(v_tiles.index(stage)).index(run).store(v_new)
+                in_parts(k_tiles.index(stage), RUN).index(run).store(k_new)
+                in_parts(v_tiles.index(stage), RUN).index(run).store(v_new)
                 if HEAD_DIM > HALF:
-                    in_parts(k_tiles.index(stage)).index(BLOCK_N // RUN + run).store(k_rest)
-                    in_parts(v_tiles.index(stage)).index(BLOCK_N // RUN + run).store(v_rest)
+                    in_parts(k_tiles.index(stage), RUN).index(BLOCK_N // RUN + run).store(k_rest)
+                    in_parts(v_tiles.index(stage), RUN).index(BLOCK_N // RUN + run).store(v_rest)
                 fence_async_shared()
             scores = warpgroup_mma(k_tiles.index(stage), q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
@@ -227,7 +223,7 @@ def _attend_pieces(
                 first_share, num_chunks, GROUP, KV_HEADS, HEAD_DIM,
             )  # fmt: skip
         turn += 1
-        row, kv_head, chunk, first_of_row, seq_len, table_ptr, token = find_piece(turn, rows, KV_HEADS, BLOCK_SIZE)
+        row, kv_head, chunk, first_of_row, seq_len, table_ptr, token = find_piece(turn, rows, KV_HEADS)
 
 
 @gluon.jit(do_not_specialize=["num_slots", "num_pieces"])

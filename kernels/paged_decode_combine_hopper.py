@@ -5,11 +5,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from paceline.kernels.gluon_names import wait_for_each_other
+
 CHUNKS_AT_ONCE = gl.constexpr(8)
 """Chunks whose results are loaded together."""
 MEMBERS_AT_ONCE = gl.constexpr(4)
 """Heads of a group whose results are: a warp for each."""
-_wait_for_each_other = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # 3.6 has another name
 
 
 @gluon.jit
@@ -29,7 +30,7 @@ def combine_if_last(
     partial [W, H, D] holds them and log_sums [W, H] the base-2 logarithms of their softmax denominators, by which they
     are weighted; first_share is the index of the first chunk and head. out_ptr points at the group's first head.
     """
-    _wait_for_each_other()  # All threads' results are written before one of them says so.
+    wait_for_each_other()  # All threads' results are written before one of them says so.
     arrived = gl.atomic_add(arrival_ptr, 1, sem="acq_rel")
     if arrived == num_chunks - 1:
         gl.store(arrival_ptr, 0)  # for the next layer

@@ -6,34 +6,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-HALF = gl.constexpr(64)
-"""Elements of a token that lie together in shared memory: 128 bytes, the width of its swizzle."""
+from paceline.kernels.gluon_names import HALF, in_parts, start_copy
+
 RUN = gl.constexpr(16)
 """Tokens that are copied at a time: as many as the smallest cache block has."""
 
-# What follows has other names in some of Triton 3.6 to 3.9.
-_HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-_start_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
 
 @gluon.jit
-def in_parts(tile: gl.shared_memory_descriptor) -> gl.shared_memory_descriptor:
-    """View a tile [N, HEAD_DIM] as the parts of RUN tokens by HALF elements that lie together: [parts, RUN, HALF].
-
-    All parts of the first HALF elements come first, from the first token to the last.
-    """
-    PARTS: gl.constexpr = tile.shape[0] * tile.shape[1] // (RUN * HALF)
-    if _HAS_REINTERPRET:
-        parts = tile.reinterpret(tile.dtype, [PARTS, RUN, HALF], tile.layout)
-    else:
-        parts = tile._reinterpret(tile.dtype, [PARTS, RUN, HALF], tile.layout)
-    return parts
-
-
-@gluon.jit
-def find_piece(
-    turn: gl.tensor, rows: gl.tuple, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr
-) -> tuple[gl.tensor, ...]:
+def find_piece(turn: gl.tensor, rows: gl.tuple, KV_HEADS: gl.constexpr) -> tuple[gl.tensor, ...]:
     """Return what a program does at a turn: which row (negative: there is no more), KV head and chunk of the row.
 
     Also the row's first chunk among the chunks of all rows, and its length, block table and query token.
@@ -73,7 +53,7 @@ def _copy_run(
 ) -> None:  # fmt: skip
     """Start to copy a run of tokens to its place in a tile."""
     for half in gl.static_range(parts.shape[0] // RUNS):
-        _start_copy(cache, [slot, column + half * HALF], full, parts.index(half * RUNS + run))
+        start_copy(cache, [slot, column + half * HALF], full, parts.index(half * RUNS + run))
 
 
 @gluon.jit
@@ -100,7 +80,7 @@ def stream_pieces(
     chunk_len = gl.load(chunk_len_ptr)
     done = 0
     turn = 0
-    row, kv_head, chunk, _, seq_len, table_ptr, _ = find_piece(turn, rows, KV_HEADS, BLOCK_SIZE)
+    row, kv_head, chunk, _, seq_len, table_ptr, _ = find_piece(turn, rows, KV_HEADS)
     while row >= 0:
         column = kv_head * HEAD_DIM
         for start in range(chunk * chunk_len, gl.minimum((chunk + 1) * chunk_len, seq_len), BLOCK_N):
@@ -113,8 +93,8 @@ def stream_pieces(
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), ((done // STAGES) & 1) ^ 1)
             mbarrier.expect(ready, 2 * BLOCK_N * HEAD_DIM * 2)
-            k_parts = in_parts(k_tiles.index(stage))
-            v_parts = in_parts(v_tiles.index(stage))
+            k_parts = in_parts(k_tiles.index(stage), RUN)
+            v_parts = in_parts(v_tiles.index(stage), RUN)
             _copy_run(k_slots, k_parts, ready, slot0, column, 0, RUNS)
             _copy_run(k_slots, k_parts, ready, slot1, column, 1, RUNS)
             _copy_run(k_slots, k_parts, ready, slot2, column, 2, RUNS)
@@ -125,4 +105,4 @@ def stream_pieces(
             _copy_run(v_slots, v_parts, ready, slot3, column, 3, RUNS)
             done += 1
         turn += 1
-        row, kv_head, chunk, _, seq_len, table_ptr, _ = find_piece(turn, rows, KV_HEADS, BLOCK_SIZE)
+        row, kv_head, chunk, _, seq_len, table_ptr, _ = find_piece(turn, rows, KV_HEADS)

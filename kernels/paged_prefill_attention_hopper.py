@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from paceline.kernels.gluon_names import HALF
 from paceline.kernels.launch import is_hopper, launch, num_processors
 from paceline.kernels.paged_prefill_loader_hopper import (
     FIRST_PAIR,
-    HALF,
     KV_HEAD,
     NUM_TILES,
     POSITION,

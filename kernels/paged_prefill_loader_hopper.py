@@ -6,8 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-HALF = gl.constexpr(64)
-"""Elements of a row that lie together in shared memory: 128 bytes, the width of its swizzle."""
+from paceline.kernels.gluon_names import HALF, in_parts, start_copy, wait_for_each_other
 
 QUERY_BEGIN = gl.constexpr(0)
 QUERY_LEN = gl.constexpr(1)
@@ -20,25 +19,6 @@ tokens came before those, the first pair of (query, head), the KV head, and how 
 
 _ROWS_AT_ONCE = gl.constexpr(256)
 """How many rows are looked at in one go in search of a piece of work."""
-
-# What follows has other names in some of Triton 3.6 to 3.9.
-_HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-_wait_for_each_other = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_start_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def _in_parts(tile: gl.shared_memory_descriptor, ROWS: gl.constexpr) -> gl.shared_memory_descriptor:
-    """View a tile as the parts of ROWS rows by HALF elements that lie together: [parts, ROWS, HALF].
-
-    All parts of the first HALF elements of the tile's rows come first, from the first row to the last.
-    """
-    PARTS: gl.constexpr = tile.shape[0] * tile.shape[1] // (ROWS * HALF)
-    if _HAS_REINTERPRET:
-        parts = tile.reinterpret(tile.dtype, [PARTS, ROWS, HALF], tile.layout)
-    else:
-        parts = tile._reinterpret(tile.dtype, [PARTS, ROWS, HALF], tile.layout)
-    return parts
 
 
 @gluon.jit
@@ -56,7 +36,7 @@ def _copy_blocks(
     BLOCK_SIZE: gl.constexpr = cache.block_type.shape[0]
     HALVES: gl.constexpr = tile.shape[1] // HALF
     BLOCKS: gl.constexpr = tile.shape[0] // BLOCK_SIZE
-    blocks = _in_parts(tile, BLOCK_SIZE)
+    blocks = in_parts(tile, BLOCK_SIZE)
     for block in gl.static_range(BLOCKS):
         token = start + block * BLOCK_SIZE
         slot = num_slots  # Outside of the cache the copy finds zeros.
@@ -64,7 +44,7 @@ def _copy_blocks(
             slot = gl.load(table_ptr + token // BLOCK_SIZE) * BLOCK_SIZE
         for half in gl.static_range(HALVES):
             to = blocks.index(half * BLOCKS + block)
-            _start_copy(cache, [slot, column + half * HALF], full, to, pred=token != hole)
+            start_copy(cache, [slot, column + half * HALF], full, to, pred=token != hole)
 
 
 @gluon.jit
@@ -83,7 +63,7 @@ def _copy_rows(
     HALVES: gl.constexpr = tile.shape[1] // HALF
     PARTS: gl.constexpr = tile.shape[0] // ROWS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    parts = _in_parts(tile, ROWS)
+    parts = in_parts(tile, ROWS)
     for part in range(BLOCK_SIZE // ROWS):
         rows = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         columns = column + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
@@ -92,7 +72,7 @@ def _copy_rows(
             values = gl.load(cache_ptr + offsets + half * HALF, mask=(rows < num_rows)[:, None], other=0.0)
             parts.index(half * PARTS + first // ROWS + part).store(values)
     fence_async_shared()
-    _wait_for_each_other()
+    wait_for_each_other()
 
 
 @gluon.jit

@@ -10,10 +10,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from paceline.kernels.gluon_names import wait_for_each_other
+
 _ABSENT = gl.constexpr(-1)
 """Bits of a NaN that is not the one that arithmetic makes."""
 _NAN = gl.constexpr(0x7FFFFFFF)
-_wait_for_each_other = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # 3.6 has another name
 
 
 @gluon.jit
@@ -70,7 +71,7 @@ def exchange_sums(
             up, missing_up = _add_pieces(own_ptr + COLUMNS, real, ROWS * WIDTH, PIECES)
             missing = missing | missing_up
         absent = gl.max(missing)
-    _wait_for_each_other()  # Several threads may wait for the same sum.
+    wait_for_each_other()  # Several threads may wait for the same sum.
     for source in gl.static_range(PIECES):
         marks = gl.full([SHARE, COLUMNS], _ABSENT, gl.int32, layout=share_layout)
         gl.store(own_ptr + source * (ROWS * WIDTH), marks, mask=real)

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from paceline.kernels.gluon_names import reinterpret, start_copy, wait_for_each_other
 from paceline.kernels.launch import dependent_launch, is_hopper, launch, num_processors, shared_memory
 from paceline.kernels.stream_cut import (
     ALIGNMENT,
@@ -46,11 +47,6 @@ from paceline.kernels.tensor_descriptors import TensorDescriptor, describe
 _WEIGHT_ROWS = gl.constexpr(WEIGHT_ROWS)
 _GROUP = gl.constexpr(ALIGNMENT)
 """Gate and up columns take turns by so many: then a thread of the tensor cores has both of the same column."""
-
-# What follows has other names in some of Triton 3.6 to 3.9.
-_HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-_wait_for_each_other = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_start_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @dataclass(frozen=True)
@@ -167,13 +163,11 @@ def _start_weight(
     mbarrier.expect(full, NUM_BYTES, pred=wanted)
     if GATED:
         SHAPE: gl.constexpr = [COLUMNS // _GROUP, 2, _GROUP, INNER]
-        if _HAS_REINTERPRET:
-            groups = tile.reinterpret(tile.dtype, SHAPE, weight.layout)
-        else:
-            groups = tile._reinterpret(tile.dtype, SHAPE, weight.layout)
-        _start_copy(weight, [columns * (COLUMNS // _GROUP), 0, 0, step * INNER], full, groups, pred=wanted)
+        LAYOUT: gl.constexpr = weight.layout
+        groups = reinterpret(tile, SHAPE, LAYOUT)
+        start_copy(weight, [columns * (COLUMNS // _GROUP), 0, 0, step * INNER], full, groups, pred=wanted)
     else:
-        _start_copy(weight, [columns * COLUMNS, step * INNER], full, tile, pred=wanted)
+        start_copy(weight, [columns * COLUMNS, step * INNER], full, tile, pred=wanted)
 
 
 @gluon.jit
@@ -240,7 +234,7 @@ def _streamed_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
     fence_async_shared()
-    _wait_for_each_other()
+    wait_for_each_other()
     first = gl.program_id(0)
     num_steps = (num_items - first + gl.num_programs(0) - 1) // gl.num_programs(0) * piece_len
 
@@ -258,7 +252,7 @@ def _streamed_kernel(
     step = gl.to_tensor(0)
     for stage in gl.static_range(STAGES):
         place = _place(item, step, piece_len, PIECES)
-        _start_copy(x, [0, place[1] * INNER], full.index(stage), xs.index(stage), pred=stage < num_steps)
+        start_copy(x, [0, place[1] * INNER], full.index(stage), xs.index(stage), pred=stage < num_steps)
         item, step = _next(item, step, piece_len)
 
     done = gl.to_tensor(0)
@@ -270,12 +264,12 @@ def _streamed_kernel(
             sums = warpgroup_mma(weights.index(at), xs.index(at).permute((1, 0)), sums, is_async=True)
             sums = warpgroup_mma_wait(1, deps=[sums])
             # All warps are through with the step before: its place is free.
-            _wait_for_each_other()
+            wait_for_each_other()
             free = (done + STAGES - 1) % STAGES
             wanted = (done > 0) & (done + STAGES - 1 < num_steps)
             place = _place(item, step, piece_len, PIECES)
             _start_weight(weight, weights.index(free), full.index(free), place, wanted, NUM_BYTES, COLUMNS, GATED)
-            _start_copy(x, [0, place[1] * INNER], full.index(free), xs.index(free), pred=wanted)
+            start_copy(x, [0, place[1] * INNER], full.index(free), xs.index(free), pred=wanted)
             if done > 0:
                 item, step = _next(item, step, piece_len)
             done += 1
