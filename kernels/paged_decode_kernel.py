@@ -82,7 +82,6 @@ def decode_kernel(
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM
     table_ptr = block_tables_ptr + slot * block_table_width
-    limit = tl.zeros((BLOCK_M,), dtype=tl.int32) + seq_len
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -95,8 +94,8 @@ def decode_kernel(
     if UPCAST:
         q = q.to(tl.float32)
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, first, last, limit, scale_log2,
-        BLOCK_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, True, UPCAST,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, first, last, scale_log2,
+        BLOCK_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST,
     )  # fmt: skip
     result = acc / row_sum[:, None]
     num_chunks = tl.cdiv(seq_len, chunk_len)
