@@ -36,6 +36,21 @@ class RowSampling:
     prompt_logprobs: int = -1
     """The same of each token of the prompt but the first, as steps compute the tokens before them."""
 
+    @property
+    def has_penalty(self) -> bool:
+        """Whether what was said before counts."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether unlikely tokens are left out."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether every token takes more than a draw by temperature; what min_tokens asks comes to an end."""
+        return self.has_penalty or self.has_filter or bool(self.logit_bias) or self.logprobs >= 0
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:

@@ -17,9 +17,13 @@ from paceline.kernels.advance_rows import advance_rows
 from paceline.kernels.decode_work import plan_decode
 from paceline.kernels.prepare_inputs import prepare_inputs
 from paceline.model.context import KVCache, StepContext
-from paceline.worker.upload import float_bits, long_bits, upload_ints
+from paceline.worker.state_memory import StateMemory
+from paceline.worker.upload import float_bits, long_bits
 
 GREEDY = RowSampling(temperature=0.0, seed=0)
+
+_TOKENS, _BLOCKS, _INTS, _FLOATS, _SEEDS, _STEP = range(6)
+"""The tensors of a state's memory, by their order there."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +57,16 @@ class BatchState:
         self.device = device
         self.block_size = block_size
         max_blocks = -(-max_model_len // block_size)
-        self.token_table = torch.zeros(num_slots, max_model_len, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)
-        # One value a slot. The columns of a type lie in one tensor, so that an admission fills them all at once.
-        self._ints = torch.zeros(4, num_slots, dtype=torch.int32, device=device)
-        self.computed_lens, self.known_lens, self.prompt_lens, self.top_k = self._ints.unbind()
-        self._floats = torch.zeros(6, num_slots, dtype=torch.float32, device=device)
-        self.temperature, self.top_p, self.min_p = self._floats[:3].unbind()
-        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self._floats[3:].unbind()
-        self.seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        shapes = [(num_slots, max_model_len), (num_slots, max_blocks), (4, num_slots), (6, num_slots), (num_slots, 2)]
+        self._memory = StateMemory([*shapes, (3 * num_slots + 1,)], device)
+        self.token_table, self.block_tables, ints, floats, seeds, self._step = self._memory.tensors
+        # One value a slot.
+        self.computed_lens, self.known_lens, self.prompt_lens, self.top_k = ints.unbind()
+        floats = floats.view(torch.float32)
+        self.temperature, self.top_p, self.min_p = floats[:3].unbind()
+        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = floats[3:].unbind()
+        self.seeds = seeds.view(torch.int64).view(num_slots)
         # The rows of a step always lie here, padded to the end, so that a CUDA graph finds them.
-        self._step = torch.zeros(3 * num_slots + 1, dtype=torch.int32, device=device)
         self._slots: torch.Tensor
         self._slots, self._query_start, self._samples = self._step.split([num_slots, num_slots + 1, num_slots])
         self._pad_rows()
@@ -74,6 +77,8 @@ class BatchState:
         self.host_blocks = [0] * num_slots
         self.host_prompt = [0] * num_slots
         self.sampling: list[RowSampling] = [GREEDY] * num_slots
+        self.ruled_slots: set[int] = set()
+        """Those that may take more than a draw by temperature."""
         self.scored_slots: set[int] = set()
         """Those whose prompts are scored, until they are computed."""
         self._rows: HostRows | None = None
@@ -81,8 +86,7 @@ class BatchState:
     @property
     def nbytes(self) -> int:
         """Bytes that its tensors take on the device."""
-        tables = (self.token_table, self.block_tables, self._ints, self._floats, self.seeds)
-        return sum(tensor.nbytes for tensor in (*tables, self._step, self._prefill_counter))
+        return self._memory.nbytes + self._prefill_counter.nbytes
 
     @property
     def num_slots(self) -> int:
@@ -97,80 +101,63 @@ class BatchState:
         """Take in the plan's delta; return the rows to run. Freed slots need no action: admission overwrites them."""
         for admission in plan.admissions:
             self._admit(admission)
-        if plan.block_appends:
-            self._append_blocks(plan.block_appends)
+        for slot, block_ids in plan.block_appends:
+            self._write_blocks(slot, self.host_blocks[slot], block_ids)
         if plan.rows is not None:
-            self._rows = self._upload_rows(plan.rows)
+            self._rows = self._write_rows(plan.rows)
         elif plan.admissions and self._rows is not None:
             # The rows are the same, the requests in their slots are not.
             self._rows = replace(self._rows, sampling=self._rules_of(self._rows.rows))
         if self._rows is None:
             raise ValueError(f"step {plan.step} repeats the rows of a previous step, but there was none")
+        self._memory.store()
         return self._rows
+
+    def compile_stores(self) -> None:
+        """Within `compile_only`, compile what `apply` launches."""
+        self._memory.compile_stores()
 
     def _admit(self, admission: Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
-        known, blocks = len(admission.token_ids), len(admission.block_ids)
-        tokens, block_ids, ints, floats, seed = upload_ints(
-            [
-                admission.token_ids,
-                admission.block_ids,
-                (admission.num_computed, known, admission.prompt_len, sampling.top_k),
-                float_bits(
-                    (
-                        sampling.temperature,
-                        sampling.top_p,
-                        sampling.min_p,
-                        sampling.repetition_penalty,
-                        sampling.presence_penalty,
-                        sampling.frequency_penalty,
-                    )
-                ),
-                long_bits(sampling.seed),
-            ],
-            self.device,
+        known = len(admission.token_ids)
+        self._memory.write(_TOKENS, slot * self.token_table.shape[1], admission.token_ids)
+        self._write_blocks(slot, 0, admission.block_ids)
+        ints = admission.num_computed, known, admission.prompt_len, sampling.top_k
+        floats = (
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
         )
-        self.token_table[slot, :known] = tokens
-        self.block_tables[slot, :blocks] = block_ids
-        self._ints[:, slot] = ints
-        self._floats[:, slot] = floats.view(torch.float32)
-        self.seeds.view(torch.int32).view(-1, 2)[slot] = seed
+        for index, values in ((_INTS, ints), (_FLOATS, float_bits(floats))):
+            for row, value in enumerate(values):
+                self._memory.write(index, row * self.num_slots + slot, (value,))
+        self._memory.write(_SEEDS, 2 * slot, long_bits(sampling.seed))
         self.host_known[slot] = known
         self.host_computed[slot] = admission.num_computed
-        self.host_blocks[slot] = blocks
         self.host_prompt[slot] = admission.prompt_len
         self.sampling[slot] = sampling
+        has_rules = sampling.has_rules or sampling.min_tokens > 0
+        (self.ruled_slots.add if has_rules else self.ruled_slots.discard)(slot)
         (self.scored_slots.discard if sampling.prompt_logprobs < 0 else self.scored_slots.add)(slot)
 
-    def _append_blocks(self, appends: Sequence[tuple[int, Sequence[int]]]) -> None:
-        slots: list[int] = []
-        columns: list[int] = []
-        values: list[int] = []
-        for slot, block_ids in appends:
-            first = self.host_blocks[slot]
-            slots.extend([slot] * len(block_ids))
-            columns.extend(range(first, first + len(block_ids)))
-            values.extend(block_ids)
-            self.host_blocks[slot] = first + len(block_ids)
-        slot_index, column_index, ids = upload_ints([slots, columns, values], self.device)
-        self.block_tables.index_put_((slot_index.long(), column_index.long()), ids)
+    def _write_blocks(self, slot: int, first: int, block_ids: Sequence[int]) -> None:
+        self._memory.write(_BLOCKS, slot * self.block_tables.shape[1] + first, block_ids)
+        self.host_blocks[slot] = first + len(block_ids)
 
     def _rules_of(self, rows: StepRows) -> tuple[RowSampling, ...]:
         pairs = zip(rows.slots, rows.samples, strict=True)
         return tuple(self.sampling[slot] if samples else GREEDY for slot, samples in pairs)
 
-    def _upload_rows(self, rows: StepRows) -> HostRows:
+    def _write_rows(self, rows: StepRows) -> HostRows:
         starts = [0]
         for count in rows.counts:
             starts.append(starts[-1] + count)
         padding = self.num_slots - len(rows.slots)
-        (step,) = upload_ints(
-            [
-                [*rows.slots, *[-1] * padding, *starts, *starts[-1:] * padding, *rows.samples, *[0] * padding],
-            ],
-            self.device,
-        )
-        self._step.copy_(step)
+        step = [*rows.slots, *[-1] * padding, *starts, *starts[-1:] * padding, *rows.samples, *[0] * padding]
+        self._memory.write(_STEP, 0, step)
         return HostRows(
             rows=rows,
             shape=StepShape(starts[-1], len(rows.slots), max(rows.counts) > 1, 1 in rows.counts),

@@ -79,8 +79,6 @@ class _RuledRows:
     reported: _Group
     most_logprobs: int
     """How many top log-probabilities the reported rows need."""
-    is_plain: bool
-    """Whether there is nothing to do but to choose, on any rank: not that this one's shard has nothing to adjust."""
 
 
 class Sampler:
@@ -93,11 +91,13 @@ class Sampler:
         self._vocab_size = vocab_size
         self._arrivals = torch.zeros(state.num_slots, dtype=torch.int32, device=state.device)
         self._rows: HostRows | None = None
+        self._is_plain = True
         self._ruled: _RuledRows | None = None
 
     def is_plain(self, rows: HostRows) -> bool:
-        """Whether no row asks for more than temperature, so that `choose` alone is enough."""
-        return self._ruled_rows(rows).is_plain
+        """Whether no row asks for more than temperature, so that `choose` alone is enough; the same on every rank."""
+        self._see(rows)
+        return self._is_plain
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Token ids [R] int64, equal on every rank, of the step's rows; logits are local, [R, padded shard width].
@@ -148,17 +148,28 @@ class Sampler:
             return token_ids, None
         return token_ids, _logprobs(model_logits, token_ids, ruled.reported, ruled.most_logprobs)
 
+    def _see(self, rows: HostRows) -> None:
+        """Take note of a step's rows, where they are not those of the step before."""
+        if self._rows is not rows:
+            self._rows, self._ruled = rows, None
+            self._is_plain = not any(
+                rule.has_rules or self._holds_back(slot, rule)
+                for slot, rule in zip(rows.rows.slots, rows.sampling, strict=True)
+                if slot in self._state.ruled_slots
+            )
+
     def _ruled_rows(self, rows: HostRows) -> _RuledRows:
-        if self._ruled is None or self._rows is not rows:
-            self._rows, self._ruled = rows, self._upload_rules(rows)
+        self._see(rows)
+        if self._ruled is None:
+            self._ruled = self._upload_rules(rows)
         return self._ruled
 
     def _upload_rules(self, rows: HostRows) -> _RuledRows:
         """Find out what each row asks for, and send it to the device in one transfer."""
         rules = rows.sampling
         groups = [
-            _rows_where(rules, _has_penalty),
-            _rows_where(rules, _has_filter),
+            _rows_where(rules, lambda s: s.has_penalty),
+            _rows_where(rules, lambda s: s.has_filter),
             _rows_where(rules, lambda s: s.logprobs >= 0),
         ]
         biases = [
@@ -166,13 +177,11 @@ class Sampler:
             for row, rule in enumerate(rules)
             for i, column in self._local_columns([token for token, _ in rule.logit_bias])
         ]
-        waiting = [
-            (row, until, rule.stop_ids)
-            for row, (slot, rule) in enumerate(zip(rows.rows.slots, rules, strict=True))
-            if self._state.host_known[slot] < (until := self._held_until(slot, rule))
-        ]
         held_back = [
-            (row, column, until) for row, until, stop_ids in waiting for _, column in self._local_columns(stop_ids)
+            (row, column, self._held_until(slot, rule))
+            for row, (slot, rule) in enumerate(zip(rows.rows.slots, rules, strict=True))
+            if self._holds_back(slot, rule)
+            for _, column in self._local_columns(rule.stop_ids)
         ]
         *indices, bias_rows, bias_columns, bias_bits, held_rows, held_columns, held_until = upload_ints(
             [
@@ -197,8 +206,10 @@ class Sampler:
             filtered=filtered,
             reported=reported,
             most_logprobs=max((rule.logprobs for rule in rules), default=0),
-            is_plain=not (any(groups) or any(rule.logit_bias for rule in rules) or waiting),
         )
+
+    def _holds_back(self, slot: int, rule: RowSampling) -> bool:
+        return self._state.host_known[slot] < self._held_until(slot, rule)
 
     def _held_until(self, slot: int, rule: RowSampling) -> int:
         """How many tokens the slot must know before its stop ids may be chosen; no answer outgrows the token table."""
@@ -286,14 +297,6 @@ class Sampler:
 
 def _rows_where(rules: Sequence[RowSampling], condition: Callable[[RowSampling], bool]) -> list[int]:
     return [row for row, rule in enumerate(rules) if condition(rule)]
-
-
-def _has_penalty(rule: RowSampling) -> bool:
-    return rule.repetition_penalty != 1.0 or rule.presence_penalty != 0.0 or rule.frequency_penalty != 0.0
-
-
-def _has_filter(rule: RowSampling) -> bool:
-    return rule.temperature > 0 and (rule.top_k > 0 or rule.top_p < 1.0 or rule.min_p > 0.0)
 
 
 def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor, reported: _Group, top: int) -> SampledLogprobs:

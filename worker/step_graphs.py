@@ -1,6 +1,6 @@
 """CUDA graphs of whole steps: what a step launches is recorded once for its shape, and then started as one.
 
-Launching some two hundred kernels one by one takes the host longer than a small model takes to run them. A graph's
+Launching some three hundred kernels one by one takes the host longer than a small model takes to run them. A graph's
 shape is a step's, rounded up; what a step does beyond its shape is read on the device, and rows and tokens past the
 step's end are padding that writes nowhere.
 """
@@ -18,8 +18,11 @@ from paceline.worker.batch_state import BatchState, StepShape
 
 Result = TypeVar("Result")
 
-MAX_TOKENS = 2048
-"""Beyond, a step takes the GPU so long that launching it costs nothing."""
+SMALL_TOKENS = 2048
+"""Steps of more tokens have graphs only for numbers of tokens near one that has one: there padding costs more time
+than launches."""
+MAX_TOKENS = 16384
+"""Beyond, a step of any model takes the GPU longer than the host takes to launch it."""
 
 
 class GraphShapes:
@@ -33,13 +36,15 @@ class GraphShapes:
         self._rows_with_prompts = sorted({1, min(16, most), most})
 
     def round(self, shape: StepShape) -> StepShape | None:
-        """The smallest shape that holds a step; None where it is too large."""
+        """The smallest shape that holds a step; None where it is too large, or large and not nearly full."""
         if not shape.has_prefills:
             rows = _at_least(self._rows, shape.num_rows)
             return None if rows is None else StepShape(rows, rows, has_prefills=False)
         rows = _at_least(self._rows_with_prompts, shape.num_rows)
         tokens = _at_least(self._tokens, shape.num_tokens)
         if rows is None or tokens is None:
+            return None
+        if tokens > SMALL_TOKENS and tokens > shape.num_tokens * 9 // 8:
             return None
         return StepShape(tokens, rows, has_prefills=True)
 
@@ -98,7 +103,7 @@ class StepGraphs(Generic[Result]):
             self._capture(shape)
 
     def run(self, shape: StepShape) -> Result | None:
-        """Start a step and return its result, which the next one overwrites; None where it is too large for a graph.
+        """Start a step and return its result, which the next one overwrites; None where it has no graph.
 
         Whoever uses it must be ordered on the current stream.
         """
@@ -137,7 +142,7 @@ def row_sizes(max_rows: int) -> list[int]:
 
 def token_sizes(max_tokens: int) -> list[int]:
     """Numbers of tokens of steps with prompts that have graphs, ascending: at most a third is padding."""
-    sizes = [size for power in range(4, 12) for size in (1 << power, 3 << (power - 1))]
+    sizes = [size for power in range(4, max_tokens.bit_length()) for size in (1 << power, 3 << (power - 1))]
     return [*(size for size in sorted(sizes) if size < max_tokens), max_tokens]
 
 

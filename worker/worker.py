@@ -191,7 +191,7 @@ class Worker:
         if not on_gpu:
             return sum(parameter.nbytes for parameter in self._model.parameters())
         workspace = torch.cuda.max_memory_allocated(self._ranks.device) - weights
-        # What the allocator holds now it keeps for the steps that are too large for a CUDA graph: to ask the driver
+        # What the allocator holds now it keeps for the steps that have no CUDA graph: to ask the driver
         # for memory again would take longer than many a step. The graphs have a workspace of their own.
         return torch.cuda.memory_reserved(self._ranks.device) + workspace
 
@@ -203,6 +203,7 @@ class Worker:
         missed here is compiled when it is first launched.
         """
         with self._compile_only(), self._model.two_layers():
+            self.state.compile_stores()
             shapes = GraphShapes(self.state.num_slots, self._config.max_batched_tokens).typical()
             for shape in shapes:
                 # As in _launch_step, but for what makes ids of the keys: of such operations torch finds the shape by

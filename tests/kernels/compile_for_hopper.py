@@ -28,6 +28,7 @@ from paceline.kernels.rms_norm import add_rms_norm, rms_norm
 from paceline.kernels.rotary_and_store import rotary_and_store
 from paceline.kernels.silu_and_mul import silu_and_mul
 from paceline.kernels.skinny_linear import skinny_linear
+from paceline.kernels.store_runs import store_runs
 from paceline.kernels.streamed_linear import Stream, cuts_of, make_exchange, streamed_linear
 from paceline.kernels.top_k_top_p import filter_logits
 
@@ -94,6 +95,7 @@ def call_all() -> None:
     prepare_inputs(
         ints(SLOTS, MAX_LEN), ints(SLOTS), ints(SLOTS, MAX_LEN // BLOCK_SIZE), ints(8), ints(9), 8, BLOCK_SIZE
     )
+    store_runs(ints(1000), ints(100), 3, 20)
     lens = ints(SLOTS), ints(SLOTS)
     advance_rows(tensor(8, dtype=torch.int64), ints(8), ints(9), ints(8), ints(SLOTS, MAX_LEN), *lens)
     for size in (576, 8192):

@@ -42,7 +42,7 @@ MODEL = HEADS | {
 }
 
 PROMPTS = StepShape(5000, 1, has_prefills=True, has_decodes=False)
-"""A step that is too large for a graph, where the host knows that no row decodes."""
+"""A step that has no graph, where the host knows that no row decodes."""
 
 
 class Hopper:
@@ -110,7 +110,7 @@ def noted(body: Callable[[], None]) -> set[str]:
 
 
 def launch_all_steps(worker: Worker) -> None:
-    """Steps of every shape that has a graph, and some that are too large; draws and filters by rules of any rows."""
+    """Steps of every shape that has a graph, and some that have none; draws and filters by rules of any rows."""
     most = worker.state.num_slots
     shapes = GraphShapes(most, worker._config.max_batched_tokens).all()
     for shape in [*shapes, StepShape(5000, 1, True), StepShape(5001, most, True), PROMPTS]:

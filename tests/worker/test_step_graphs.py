@@ -30,7 +30,7 @@ def test_there_is_a_size_for_every_number_of_rows_up_to_512(most: int) -> None:
     assert max(padding) < 16
 
 
-@pytest.mark.parametrize("most", [1, 100, 2048])
+@pytest.mark.parametrize("most", [1, 100, 2048, 8192])
 def test_sizes_of_steps_with_prompts_waste_at_most_a_third(most: int) -> None:
     sizes = token_sizes(most)
     assert sizes == sorted(set(sizes))
@@ -62,6 +62,16 @@ def test_all_shapes_are_those_that_steps_take(max_rows: int, max_tokens: int) ->
     assert set(typical) <= set(listed)
     assert len(typical) <= 22
     assert {each.num_rows.bit_length() for each in typical} == {each.num_rows.bit_length() for each in listed}
+
+
+def test_large_steps_have_graphs_where_little_of_them_is_padding() -> None:
+    shapes = GraphShapes(256, 8192)
+    for tokens, size in ((2048, 2048), (2049, None), (2730, None), (2731, 3072), (3700, 4096), (7300, 8192)):
+        taken = shapes.round(StepShape(tokens, 20, has_prefills=True))
+        assert (None if taken is None else taken.num_tokens) == size
+    for tokens in range(2049, 8193):
+        taken = shapes.round(StepShape(tokens, 2, has_prefills=True))
+        assert taken is None or tokens <= taken.num_tokens <= 1.125 * tokens
 
 
 def script() -> list[StepPlan]:
