@@ -237,6 +237,7 @@ class Coordinator:
         self._constraints.advance(
             [each for each, _, _ in running if each.constraint is not None and each.finish_reason() is None]
         )
+        self._generated_tokens += len(running)
         for request, token, logprob in running:
             self._hand_out(request, token, logprob, now)
 
@@ -272,7 +273,6 @@ class Coordinator:
 
     def _hand_out(self, request: Request, token: int, logprob: TokenLogprobs | None, now: float) -> None:
         """Make the latest token of a request known: to the prefix cache, and to who asked."""
-        self._generated_tokens += 1
         self._scheduler.blocks.publish(request.table, request.token_ids, request.num_computed)
         event = _news(request, (token,), () if logprob is None else (logprob,))
         if request.first_token is None:

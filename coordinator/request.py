@@ -71,7 +71,8 @@ class Request:
         """
         if self.constraint is not None and self.awaits_tokens:
             return 0
-        return min(self.num_known, self.max_len - 1) - self.num_computed
+        known = self.num_known if self.num_known < self.max_len else self.max_len - 1
+        return known - self.num_computed
 
     @property
     def awaits_tokens(self) -> bool:

@@ -87,11 +87,11 @@ class Scheduler:
     def schedule(self, now: float) -> ScheduledStep | None:
         """Plan the next step; None where no request can take a token. now: stamps first admissions and the step."""
         self.blocks.begin_plan()
-        num_decodes = sum(request.num_pending == 1 for request in self.running)
+        pending = [request.num_pending for request in self.running]
         # More than the budget has tokens there are only where grammars held some of them back for a step.
-        num_decodes = min(num_decodes, self._token_budget)
+        num_decodes = min(pending.count(1), self._token_budget)
         draft = _Draft(self._policy.prompt_budget(self._token_budget, num_decodes))
-        self._continue_running(draft)
+        self._continue_running(draft, pending)
         self._admit_waiting(draft, now)
         if not draft.decodes and not draft.prompts:
             return None
@@ -113,13 +113,12 @@ class Scheduler:
         if any(request.table.block_ids or request.num_computed for request in self.waiting):
             raise AssertionError("a waiting request holds blocks")
 
-    def _continue_running(self, draft: _Draft) -> None:
+    def _continue_running(self, draft: _Draft, pending_of_each: Sequence[int]) -> None:
         """Give running requests their tokens, lowest rank first, so that a victim never has a row in the draft."""
-        index = 0
-        while index < len(self.running):
+        for index, pending in enumerate(pending_of_each):
+            if index == len(self.running):  # the others were preempted
+                return
             request = self.running[index]
-            index += 1
-            pending = request.num_pending
             if pending == 1:
                 if len(draft.decodes) < self._token_budget and self._make_room(request, draft):
                     request.num_computed += 1

@@ -214,17 +214,18 @@ class Engine:
                 finish_reason = "stop"
         if finish_reason is not None:
             del self._answers[event.request_id]
+        stop_reason = None if finish_reason is None else answer.stop_text or answer.stop_token(event.stop_token)
         return ChoiceUpdate(
-            request_id=event.request_id,
-            text=text,
-            token_ids=event.token_ids,
-            logprobs=event.logprobs,
-            cached_tokens=event.cached_tokens,
-            finish_reason=finish_reason,
-            stop_reason=answer.stop_text or answer.stop_token(event.stop_token),
-            timings=event.timings,
-            prompt_logprobs=event.prompt_logprobs,
-            error=event.error,
+            event.request_id,
+            text,
+            event.token_ids,
+            event.logprobs,
+            event.cached_tokens,
+            finish_reason,
+            stop_reason,
+            event.timings,
+            event.prompt_logprobs,
+            event.error,
         )
 
     def check_ranks(self) -> None:
