@@ -1,9 +1,10 @@
 """The kernel of `paged_prefill_attention` for Hopper GPUs, in Gluon (Triton's language of explicit layouts).
 
 After FlashAttention-3 (arXiv 2407.08608): every processor runs one program, which takes 128 pairs of query and head
-after the other. One of its warps draws the work and has the tensor memory accelerator copy tiles of keys and values to
-shared memory, cache block by cache block; two groups of four warps take 64 pairs each. While a group's product of
-weights and values runs on the tensor cores, it computes the weights of the next tile.
+after the other. One of its warps draws the work and fetches the queries, a piece ahead of their use; two have the
+tensor memory accelerator copy tiles of keys and of values to shared memory, cache block by cache block; two groups of
+four warps take 64 pairs each. While a group's product of weights and values runs on the tensor cores, it computes the
+weights of the next tile.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ from paceline.kernels.paged_prefill_loader_hopper import (
     FIRST_PAIR,
     KV_HEAD,
     NUM_TILES,
+    PIECES,
     POSITION,
     QUERY_BEGIN,
     QUERY_LEN,
-    load_work,
+    at,
+    find_work,
+    hear,
+    load_tiles,
 )
 from paceline.kernels.tensor_descriptors import describe
 
 _GROUP_M = gl.constexpr(64)
 _GROUP_REGISTERS = gl.constexpr(224)
-_LOADER_REGISTERS = gl.constexpr(64)
+_LOADER_REGISTERS = gl.constexpr(56)
 
 
 def fits_hopper_kernel(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
@@ -134,7 +139,8 @@ def _step(
     state: gl.tuple,
     q: gl.shared_memory_descriptor,
     sums: gl.shared_memory_descriptor,
-    buffers: gl.tuple,
+    keys: gl.tuple,
+    values: gl.tuple,
     scale_log2: gl.tensor,
     limit: gl.tensor,
     MASKED: gl.constexpr,
@@ -144,7 +150,8 @@ def _step(
     These are the row's tiles; the program has been through `done` tiles before them.
     """
     acc, weights, row_max, row_sum = state
-    k_tiles, v_tiles, k_full, v_full, k_empty, v_empty = buffers
+    k_tiles, k_full, k_empty = keys
+    v_tiles, v_full, v_empty = values
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -172,8 +179,8 @@ def _step(
 def _attend_piece(
     q: gl.shared_memory_descriptor,
     sums: gl.shared_memory_descriptor,
-    buffers: gl.tuple,
-    q_ptr: gl.tensor,
+    keys: gl.tuple,
+    values: gl.tuple,
     out_ptr: gl.tensor,
     scale_log2: gl.tensor,
     piece: gl.tuple,
@@ -181,24 +188,21 @@ def _attend_piece(
     GROUP: gl.constexpr,
     KV_HEADS: gl.constexpr,
 ) -> None:
-    """Write attention of 64 pairs from first_pair on, over num_tiles tiles of keys or fewer, `done` before."""
+    """Write attention of 64 pairs from first_pair on, over num_tiles tiles of keys or fewer, `done` before.
+
+    q: [64, head size], the pairs' queries, in whose place their results are afterwards.
+    """
     query_begin, query_len, position, first_pair, kv_head, num_tiles = piece
-    k_tiles, v_tiles, k_full, v_full, k_empty, v_empty = buffers
+    k_tiles, k_full, k_empty = keys
+    v_tiles, v_full, v_empty = values
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[1]
     HEAD_DIM: gl.constexpr = k_tiles.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
 
     # Pairs past the end stand in for the last query, and are not stored.
-    pairs = first_pair + gl.arange(0, _GROUP_M, layout=gl.SliceLayout(1, q_layout))
-    query = query_begin + gl.minimum(pairs // GROUP, query_len - 1)
-    head = query.to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + pairs % GROUP
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, q_layout))
-    q.store(gl.load(q_ptr + head[:, None] * HEAD_DIM + dims[None, :]))
-    fence_async_shared()
-
     pairs = first_pair + gl.arange(0, _GROUP_M, layout=gl.SliceLayout(1, s_layout))
     limit = position + gl.minimum(pairs // GROUP, query_len - 1)
     seen_by_all = position + gl.minimum(first_pair // GROUP, query_len - 1) + 1
@@ -216,9 +220,9 @@ def _attend_piece(
     acc = gl.zeros([_GROUP_M, HEAD_DIM], gl.float32, layout=o_layout)
     state = (acc, weights, row_max, row_sum)
     for i in range(1, seen_by_all // BLOCK_N):
-        state = _step(i, done, state, q, sums, buffers, scale_log2, limit, False)
+        state = _step(i, done, state, q, sums, keys, values, scale_log2, limit, False)
     for i in range(gl.maximum(seen_by_all // BLOCK_N, 1), last // BLOCK_N + 1):
-        state = _step(i, done, state, q, sums, buffers, scale_log2, limit, True)
+        state = _step(i, done, state, q, sums, keys, values, scale_log2, limit, True)
     acc, weights, row_max, row_sum = state
     final = done + last // BLOCK_N
     mbarrier.wait(v_full.index(final % STAGES), (final // STAGES) & 1)
@@ -232,56 +236,51 @@ def _attend_piece(
         mbarrier.wait(v_full.index(skipped % STAGES), (skipped // STAGES) & 1)
         mbarrier.arrive(v_empty.index(skipped % STAGES))
 
-    acc = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, o_layout))[:, None]
-    pairs = first_pair + gl.arange(0, _GROUP_M, layout=gl.SliceLayout(1, o_layout))
+    # The queries are not needed any more: through their place, whole rows of results are stored by each few threads.
+    acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o_layout))[:, None]
+    q.store(acc.to(q.dtype))
+    pairs = first_pair + gl.arange(0, _GROUP_M, layout=gl.SliceLayout(1, out_layout))
     head = (query_begin + pairs // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + pairs % GROUP
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, o_layout))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, out_layout))
     offsets = head[:, None] * HEAD_DIM + dims[None, :]
-    gl.store(out_ptr + offsets, acc.to(q.dtype), mask=(pairs < query_len * GROUP)[:, None])
-
-
-@gluon.jit
-def _at(values: gl.tensor, place: gl.constexpr) -> gl.tensor:
-    """Return one of a few values that all threads hold together."""
-    places = gl.arange(0, values.shape[0], layout=values.type.layout)
-    return gl.sum(gl.where(places == place, values, 0), axis=0)
+    gl.store(out_ptr + offsets, q.load(out_layout), mask=(pairs < query_len * GROUP)[:, None])
 
 
 @gluon.jit
 def _attend(
     INDEX: gl.constexpr,
-    q_ptr: gl.tensor,
     out_ptr: gl.tensor,
-    q_tiles: gl.shared_memory_descriptor,
+    queries: gl.tuple,
     all_sums: gl.shared_memory_descriptor,
     work: gl.tuple,
-    buffers: gl.tuple,
+    keys: gl.tuple,
+    values: gl.tuple,
     scale_log2: gl.tensor,
     GROUP: gl.constexpr,
     KV_HEADS: gl.constexpr,
 ) -> None:
     """The part of a group of warps, of this index: its 64 pairs of every piece of work the program takes."""
-    places, told, heard = work
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    q_tiles, q_full, q_empty = queries
     turn = 0
     done = 0
     num_tiles = 1
     while num_tiles > 0:
-        mbarrier.wait(told.index(turn % 2), (turn // 2) & 1)
-        values = places.index(turn % 2).load(layout)
-        mbarrier.arrive(heard.index(turn % 2))
-        turn += 1
-        num_tiles = _at(values, NUM_TILES)
+        told = hear(turn, work)
+        num_tiles = at(told, NUM_TILES)
         if num_tiles > 0:
-            first_pair = _at(values, FIRST_PAIR) + INDEX * _GROUP_M
-            row = (_at(values, QUERY_BEGIN), _at(values, QUERY_LEN), _at(values, POSITION))
-            piece = (row[0], row[1], row[2], first_pair, _at(values, KV_HEAD), num_tiles)
+            now = turn % PIECES
+            first_pair = at(told, FIRST_PAIR) + INDEX * _GROUP_M
+            row = (at(told, QUERY_BEGIN), at(told, QUERY_LEN), at(told, POSITION))
+            piece = (row[0], row[1], row[2], first_pair, at(told, KV_HEAD), num_tiles)
+            mbarrier.wait(q_full.index(now), (turn // PIECES) & 1)
             # fmt: off
             _attend_piece(
-                q_tiles.index(INDEX), all_sums.index(INDEX), buffers, q_ptr, out_ptr, scale_log2, piece, done,
+                q_tiles.index(2 * now + INDEX), all_sums.index(INDEX), keys, values, out_ptr, scale_log2, piece, done,
                 GROUP, KV_HEADS,
             )
             # fmt: on
+            mbarrier.arrive(q_empty.index(now))
+        turn += 1
         done += num_tiles
 
 
@@ -312,39 +311,46 @@ def _hopper_prefill_kernel(
     layout: gl.constexpr = k_slots.layout
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    q_tiles = gl.allocate_shared_memory(dtype, [2, _GROUP_M, HEAD_DIM], layout)
-    all_sums = gl.allocate_shared_memory(gl.float32, [2, _GROUP_M], plain)
+    q_tiles = gl.allocate_shared_memory(dtype, [PIECES * 2, _GROUP_M, HEAD_DIM], layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
+    all_sums = gl.allocate_shared_memory(gl.float32, [2, _GROUP_M], plain)
+    places = gl.allocate_shared_memory(gl.int32, [PIECES, 8], plain)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    places = gl.allocate_shared_memory(gl.int32, [2, 8], plain)
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
-    heard = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
+    q_full = gl.allocate_shared_memory(gl.int64, [PIECES, 1], barriers)
+    q_empty = gl.allocate_shared_memory(gl.int64, [PIECES, 1], barriers)
+    told = gl.allocate_shared_memory(gl.int64, [PIECES, 1], barriers)
+    heard = gl.allocate_shared_memory(gl.int64, [PIECES, 1], barriers)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
-    for turn in gl.static_range(2):
-        mbarrier.init(told.index(turn), count=1)
-        mbarrier.init(heard.index(turn), count=2)
+    for piece in gl.static_range(PIECES):
+        mbarrier.init(q_full.index(piece), count=1)
+        mbarrier.init(q_empty.index(piece), count=2)
+        mbarrier.init(told.index(piece), count=1)
+        mbarrier.init(heard.index(piece), count=4)  # by both groups and both loaders
     fence_async_shared()
-    buffers = (k_tiles, v_tiles, k_full, v_full, k_empty, v_empty)
+    queries = (q_tiles, q_full, q_empty)
+    keys = (k_tiles, k_full, k_empty)
+    values = (v_tiles, v_full, v_empty)
     work = (places, told, heard)
-    rows = (block_tables_ptr, row_slots_ptr, query_start_ptr, seq_lens_ptr, num_rows, num_slots, block_table_width)
+    rows = (row_slots_ptr, query_start_ptr, seq_lens_ptr, num_rows)
+    tables = (block_tables_ptr, num_slots, block_table_width)
     # fmt: off
     gl.warp_specialize(
         [
-            (_attend, (0, q_ptr, out_ptr, q_tiles, all_sums, work, buffers, scale_log2, GROUP, KV_HEADS)),
-            (_attend, (1, q_ptr, out_ptr, q_tiles, all_sums, work, buffers, scale_log2, GROUP, KV_HEADS)),
-            (load_work, (
-                k_slots, v_slots, v_cache_ptr, rows, counter_ptr, work, buffers, GROUP, KV_HEADS, 2 * _GROUP_M,
-            )),
+            (_attend, (0, out_ptr, queries, all_sums, work, keys, values, scale_log2, GROUP, KV_HEADS)),
+            (_attend, (1, out_ptr, queries, all_sums, work, keys, values, scale_log2, GROUP, KV_HEADS)),
+            (find_work, (q_ptr, rows, counter_ptr, work, queries, GROUP, KV_HEADS, 2 * _GROUP_M, BLOCK_N)),
+            (load_tiles, (k_slots, v_cache_ptr, tables, work, keys, KV_HEADS, False)),
+            (load_tiles, (v_slots, v_cache_ptr, tables, work, values, KV_HEADS, True)),
         ],
-        [4, 1],
-        [_GROUP_REGISTERS, _LOADER_REGISTERS],
+        [4, 1, 1, 1],
+        [_GROUP_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
     )
     # fmt: on

@@ -1,10 +1,10 @@
-"""The warp of the Hopper prefill kernel that finds the program's work and fetches keys and values for it."""
+"""The warps of the Hopper prefill kernel that find the program's work and fetch queries, keys and values for it."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from paceline.kernels.gluon_names import HALF, in_parts, start_copy, wait_for_each_other
 
@@ -14,65 +14,37 @@ POSITION = gl.constexpr(2)
 FIRST_PAIR = gl.constexpr(3)
 KV_HEAD = gl.constexpr(4)
 NUM_TILES = gl.constexpr(5)
-"""What the two groups are told of a piece of work, by place: the row's first token and number of queries, how many
-tokens came before those, the first pair of (query, head), the KV head, and how many tiles of keys; 0 ends the work."""
+SLOT = gl.constexpr(6)
+"""What the other warps are told of a piece of work, by place: the row's first token and number of queries, how many
+tokens came before those, the first pair of (query, head), the KV head, how many tiles of keys (0 ends the work), and
+which block table is the row's."""
+
+PIECES = gl.constexpr(2)
+"""There is room for what is told of so many pieces, and for their queries: of the one at work and of the next."""
 
 _ROWS_AT_ONCE = gl.constexpr(256)
 """How many rows are looked at in one go in search of a piece of work."""
 
-
-@gluon.jit
-def _copy_blocks(
-    cache: tma.tensor_descriptor,
-    tile: gl.shared_memory_descriptor,
-    full: gl.shared_memory_descriptor,
-    row: gl.tuple,
-    start: gl.tensor,
-    hole: gl.tensor,
-    column: gl.tensor,
-) -> None:
-    """Start to copy a tile of a row, block by block but the one at token `hole`; past the row's end are zeros."""
-    table_ptr, seq_len, num_slots = row
-    BLOCK_SIZE: gl.constexpr = cache.block_type.shape[0]
-    HALVES: gl.constexpr = tile.shape[1] // HALF
-    BLOCKS: gl.constexpr = tile.shape[0] // BLOCK_SIZE
-    blocks = in_parts(tile, BLOCK_SIZE)
-    for block in gl.static_range(BLOCKS):
-        token = start + block * BLOCK_SIZE
-        slot = num_slots  # Outside of the cache the copy finds zeros.
-        if token < seq_len:
-            slot = gl.load(table_ptr + token // BLOCK_SIZE) * BLOCK_SIZE
-        for half in gl.static_range(HALVES):
-            to = blocks.index(half * BLOCKS + block)
-            start_copy(cache, [slot, column + half * HALF], full, to, pred=token != hole)
+_QUERIES_AT_ONCE = gl.constexpr(16)
+"""Pairs whose queries one turn of a loop starts to copy: more would take more registers for addresses."""
 
 
 @gluon.jit
-def _copy_rows(
-    cache_ptr: gl.tensor,
-    tile: gl.shared_memory_descriptor,
-    first: gl.tensor,
-    num_rows: gl.tensor,
-    slot: gl.tensor,
-    column: gl.tensor,
-    STRIDE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-) -> None:
-    """Copy num_rows rows of the block at this slot to a tile's rows from `first` on, and zeros for the block's rest."""
-    ROWS: gl.constexpr = 8
-    HALVES: gl.constexpr = tile.shape[1] // HALF
-    PARTS: gl.constexpr = tile.shape[0] // ROWS
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    parts = in_parts(tile, ROWS)
-    for part in range(BLOCK_SIZE // ROWS):
-        rows = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-        columns = column + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-        offsets = (slot + rows).to(gl.int64)[:, None] * STRIDE + columns[None, :]
-        for half in gl.static_range(HALVES):
-            values = gl.load(cache_ptr + offsets + half * HALF, mask=(rows < num_rows)[:, None], other=0.0)
-            parts.index(half * PARTS + first // ROWS + part).store(values)
-    fence_async_shared()
-    wait_for_each_other()
+def at(values: gl.tensor, place: gl.constexpr) -> gl.tensor:
+    """Return one of a few values, all of which every thread holds."""
+    places = gl.arange(0, values.shape[0], layout=values.type.layout)
+    return gl.sum(gl.where(places == place, values, 0), axis=0)
+
+
+@gluon.jit
+def hear(turn: gl.tensor, work: gl.tuple) -> gl.tensor:
+    """Return what is told of a piece, once it is: every thread gets all of it."""
+    places, told, heard = work
+    layout: gl.constexpr = gl.BlockedLayout([places.shape[1]], [32], [gl.num_warps()], [0])
+    mbarrier.wait(told.index(turn % PIECES), (turn // PIECES) & 1)
+    values = places.index(turn % PIECES).load(layout)
+    mbarrier.arrive(heard.index(turn % PIECES))
+    return values
 
 
 @gluon.jit
@@ -105,78 +77,63 @@ def _find_row(
 
 
 @gluon.jit
-def _stream_tiles(
-    k_slots: tma.tensor_descriptor,
-    v_slots: tma.tensor_descriptor,
-    v_cache_ptr: gl.tensor,
-    buffers: gl.tuple,
-    row: gl.tuple,
+def _start_queries(
+    q_ptr: gl.tensor,
+    tiles: gl.shared_memory_descriptor,
+    first_tile: gl.tensor,
+    begin: gl.tensor,
+    query_len: gl.tensor,
+    first_pair: gl.tensor,
     kv_head: gl.tensor,
-    done: gl.tensor,
-    num_tiles: gl.tensor,
+    BLOCK_M: gl.constexpr,
+    GROUP: gl.constexpr,
     KV_HEADS: gl.constexpr,
 ) -> None:
-    """Fill the tiles of keys and values in turn, `done` before, each when both groups are through with its last use.
+    """Start to copy the queries of BLOCK_M pairs to tiles from first_tile on, each of as many pairs as a group's part.
 
-    What lies past the end of a row may be NaN. Keys there only make scores that are masked, but a value that is NaN
-    is so whatever its weight: the values of a row's last block, if it is not full, are not copied as a block.
+    Pairs past the row's end get its last query. The tensor memory accelerator could not do this: of a token, a piece
+    takes some heads, and the first and the last token of a piece may be cut.
     """
-    k_tiles, v_tiles, k_full, v_full, k_empty, v_empty = buffers
-    table_ptr, seq_len, _ = row
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    BLOCK_N: gl.constexpr = k_tiles.shape[1]
-    HEAD_DIM: gl.constexpr = k_tiles.shape[2]
-    BLOCK_SIZE: gl.constexpr = k_slots.block_type.shape[0]
-    column = kv_head * HEAD_DIM
-    rest = seq_len % BLOCK_SIZE
-    hole = gl.where(rest > 0, seq_len - rest, -1)
-    for i in range(num_tiles):
-        stage = (done + i) % STAGES
-        phase = ((done + i) // STAGES) & 1
-        start = i * BLOCK_N
-        full = k_full.index(stage)
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        mbarrier.expect(full, BLOCK_N * HEAD_DIM * 2)
-        _copy_blocks(k_slots, k_tiles.index(stage), full, row, start, -1, column)
-
-        full = v_full.index(stage)
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        has_hole = (hole >= start) & (hole < start + BLOCK_N)
-        if has_hole:
-            slot = gl.load(table_ptr + hole // BLOCK_SIZE) * BLOCK_SIZE
-            v_tile = v_tiles.index(stage)
-            _copy_rows(v_cache_ptr, v_tile, hole - start, rest, slot, column, KV_HEADS * HEAD_DIM, BLOCK_SIZE)
-        mbarrier.expect(full, (BLOCK_N - BLOCK_SIZE) * HEAD_DIM * 2, pred=has_hole)
-        mbarrier.expect(full, BLOCK_N * HEAD_DIM * 2, pred=(hole < start) | (hole >= start + BLOCK_N))
-        _copy_blocks(v_slots, v_tiles.index(stage), full, row, start, hole, column)
+    ROWS: gl.constexpr = tiles.shape[1]
+    HEAD_DIM: gl.constexpr = tiles.shape[2]
+    PARTS: gl.constexpr = ROWS // _QUERIES_AT_ONCE
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    for part in range(BLOCK_M // _QUERIES_AT_ONCE):
+        pairs = first_pair + part * _QUERIES_AT_ONCE + gl.arange(0, _QUERIES_AT_ONCE, layout=gl.SliceLayout(1, layout))
+        query = begin + gl.minimum(pairs // GROUP, query_len - 1)
+        head = query.to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + pairs % GROUP
+        dims = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+        places = q_ptr + (head[:, None] * HEAD_DIM + dims[None, :])
+        parts = in_parts(tiles.index(first_tile + part // PARTS), _QUERIES_AT_ONCE)
+        for half in gl.static_range(HEAD_DIM // HALF):
+            async_copy.async_copy_global_to_shared(parts.index(half * PARTS + part % PARTS), places + half * HALF)
+    async_copy.commit_group()
 
 
 @gluon.jit
-def load_work(
-    k_slots: tma.tensor_descriptor,
-    v_slots: tma.tensor_descriptor,
-    v_cache_ptr: gl.tensor,
+def find_work(
+    q_ptr: gl.tensor,
     rows: gl.tuple,
     counter_ptr: gl.tensor,
     work: gl.tuple,
-    buffers: gl.tuple,
+    queries: gl.tuple,
     GROUP: gl.constexpr,
     KV_HEADS: gl.constexpr,
     BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
 ) -> None:
-    """Take one piece of work after the other, tell the groups of it and fetch its keys and values.
+    """Take one piece of work after the other, tell all of it and fetch its queries.
 
     A piece is BLOCK_M pairs of (query, head of the group) of one row and KV head. The first is the one of the
     program's number; from then on the programs draw numbers from a counter, which starts at 0. Each draws once for
     every piece that it takes and once in vain: so the last to draw is known, and sets the counter back.
     """
-    block_tables_ptr, row_slots_ptr, query_start_ptr, seq_lens_ptr, num_rows, num_slots, block_table_width = rows
+    row_slots_ptr, query_start_ptr, seq_lens_ptr, num_rows = rows
     places, told, heard = work
-    k_tiles, _, _, _, _, _ = buffers
-    BLOCK_N: gl.constexpr = k_tiles.shape[1]
+    q_tiles, q_full, q_empty = queries
+    GROUPS: gl.constexpr = BLOCK_M // q_tiles.shape[1]
     number = gl.program_id(0)
     turn = 0
-    done = 0
     num_tiles = 1
     while num_tiles > 0:
         kv_head = number % KV_HEADS
@@ -185,9 +142,8 @@ def load_work(
         row = gl.minimum(found, num_rows - 1)
         query_begin = gl.load(query_start_ptr + row)
         query_len = gl.load(query_start_ptr + row + 1) - query_begin
-        seq_len = gl.load(seq_lens_ptr + row)
-        table_ptr = block_tables_ptr + gl.load(row_slots_ptr + row).to(gl.int64) * block_table_width
-        position = seq_len - query_len
+        position = gl.load(seq_lens_ptr + row) - query_len
+        slot = gl.load(row_slots_ptr + row)
         # A row's last queries see the most tokens; they come first, so that none of them is left over at the end.
         first_pair = ((query_len * GROUP + BLOCK_M - 1) // BLOCK_M - 1 - (tile - first_of_row)) * BLOCK_M
         last = position + gl.minimum((first_pair + BLOCK_M - 1) // GROUP, query_len - 1)
@@ -199,14 +155,147 @@ def load_work(
         told_values = gl.where(place == FIRST_PAIR, first_pair, told_values)
         told_values = gl.where(place == KV_HEAD, kv_head, told_values)
         told_values = gl.where(place == NUM_TILES, num_tiles, told_values)
-        mbarrier.wait(heard.index(turn % 2), ((turn // 2) & 1) ^ 1)
-        places.index(turn % 2).store(told_values)
-        mbarrier.arrive(told.index(turn % 2))
-        turn += 1
+        told_values = gl.where(place == SLOT, slot, told_values)
+        now = turn % PIECES
+        phase = (turn // PIECES) & 1
+        mbarrier.wait(heard.index(now), phase ^ 1)
+        places.index(now).store(gl.where(num_tiles > 0, told_values, 0))
+        mbarrier.arrive(told.index(now))
         drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        if num_tiles > 0:
+            mbarrier.wait(q_empty.index(now), phase ^ 1)
+            # fmt: off
+            _start_queries(
+                q_ptr, q_tiles, now * GROUPS, query_begin, query_len, first_pair, kv_head, BLOCK_M, GROUP, KV_HEADS,
+            )
+            # fmt: on
+            async_copy.wait_group(0)
+            fence_async_shared()
+            mbarrier.arrive(q_full.index(now))
+        turn += 1
         if drawn == all_tiles * KV_HEADS + gl.num_programs(0) - 1:
             gl.store(counter_ptr, 0)
         number = gl.num_programs(0) + drawn
-        row_of_cache = (table_ptr, seq_len, num_slots)
-        _stream_tiles(k_slots, v_slots, v_cache_ptr, buffers, row_of_cache, kv_head, done, num_tiles, KV_HEADS)
+
+
+@gluon.jit
+def _find_slots(
+    table_ptr: gl.tensor,
+    start: gl.tensor,
+    seq_len: gl.tensor,
+    num_slots: gl.tensor,
+    BLOCKS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+) -> gl.tensor:
+    """Return the slots of a tile's blocks, to every thread; past the row's end a place outside of the cache."""
+    blocks = start // BLOCK_SIZE + gl.arange(0, BLOCKS, layout=gl.BlockedLayout([BLOCKS], [32], [1], [0]))
+    inside = blocks * BLOCK_SIZE < seq_len
+    return gl.where(inside, gl.load(table_ptr + blocks, mask=inside, other=0) * BLOCK_SIZE, num_slots)
+
+
+@gluon.jit
+def _copy_blocks(
+    cache: tma.tensor_descriptor,
+    tile: gl.shared_memory_descriptor,
+    full: gl.shared_memory_descriptor,
+    slots: gl.tensor,
+    column: gl.tensor,
+    hole: gl.tensor,
+    HAS_HOLE: gl.constexpr,
+) -> None:
+    """Start to copy a tile, block by block but for the one numbered `hole`. Outside of the cache are zeros."""
+    BLOCK_SIZE: gl.constexpr = cache.block_type.shape[0]
+    HALVES: gl.constexpr = tile.shape[1] // HALF
+    BLOCKS: gl.constexpr = tile.shape[0] // BLOCK_SIZE
+    blocks = in_parts(tile, BLOCK_SIZE)
+    for block in gl.static_range(BLOCKS):
+        slot = at(slots, block)
+        for half in gl.static_range(HALVES):
+            to = blocks.index(half * BLOCKS + block)
+            if HAS_HOLE:
+                start_copy(cache, [slot, column + half * HALF], full, to, pred=hole != block)
+            else:
+                start_copy(cache, [slot, column + half * HALF], full, to)
+
+
+@gluon.jit
+def _copy_rows(
+    cache_ptr: gl.tensor,
+    tile: gl.shared_memory_descriptor,
+    first: gl.tensor,
+    num_rows: gl.tensor,
+    slot: gl.tensor,
+    column: gl.tensor,
+    STRIDE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+) -> None:
+    """Copy num_rows rows of the block at this slot to a tile's rows from `first` on, and zeros for the block's rest."""
+    ROWS: gl.constexpr = 8
+    HALVES: gl.constexpr = tile.shape[1] // HALF
+    PARTS: gl.constexpr = tile.shape[0] // ROWS
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    parts = in_parts(tile, ROWS)
+    for part in range(BLOCK_SIZE // ROWS):
+        rows = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        columns = column + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+        offsets = (slot + rows).to(gl.int64)[:, None] * STRIDE + columns[None, :]
+        for half in gl.static_range(HALVES):
+            values = gl.load(cache_ptr + offsets + half * HALF, mask=(rows < num_rows)[:, None], other=0.0)
+            parts.index(half * PARTS + first // ROWS + part).store(values)
+    fence_async_shared()
+    wait_for_each_other()
+
+
+@gluon.jit
+def load_tiles(
+    cache: tma.tensor_descriptor,
+    cache_ptr: gl.tensor,
+    tables: gl.tuple,
+    work: gl.tuple,
+    buffers: gl.tuple,
+    KV_HEADS: gl.constexpr,
+    VALUES: gl.constexpr,
+) -> None:
+    """Fill the tiles of keys, or those of values, in turn, each when both groups are through with its last use.
+
+    What lies past the end of a row may be NaN. Keys there only make scores that are masked, but a value that is NaN
+    is so whatever its weight: the values of a row's last block, if it is not full, are not copied as a block.
+    """
+    tiles, full, empty = buffers
+    block_tables_ptr, num_slots, block_table_width = tables
+    STAGES: gl.constexpr = tiles.shape[0]
+    BLOCK_N: gl.constexpr = tiles.shape[1]
+    HEAD_DIM: gl.constexpr = tiles.shape[2]
+    BLOCK_SIZE: gl.constexpr = cache.block_type.shape[0]
+    BLOCKS: gl.constexpr = BLOCK_N // BLOCK_SIZE
+    turn = 0
+    done = 0
+    num_tiles = 1
+    while num_tiles > 0:
+        piece = hear(turn, work)
+        turn += 1
+        num_tiles = at(piece, NUM_TILES)
+        seq_len = at(piece, POSITION) + at(piece, QUERY_LEN)
+        column = at(piece, KV_HEAD) * HEAD_DIM
+        table_ptr = block_tables_ptr + at(piece, SLOT).to(gl.int64) * block_table_width
+        rest = seq_len % BLOCK_SIZE
+        unfilled = gl.where(rest > 0, seq_len // BLOCK_SIZE, -1)
+        slots = _find_slots(table_ptr, 0, seq_len, num_slots, BLOCKS, BLOCK_SIZE)
+        for i in range(num_tiles):
+            # They are on their way while the tile's place is waited for.
+            next_slots = _find_slots(table_ptr, (i + 1) * BLOCK_N, seq_len, num_slots, BLOCKS, BLOCK_SIZE)
+            stage = (done + i) % STAGES
+            ready = full.index(stage)
+            tile = tiles.index(stage)
+            mbarrier.wait(empty.index(stage), (((done + i) // STAGES) & 1) ^ 1)
+            hole = unfilled - i * BLOCKS
+            if VALUES and (hole >= 0) & (hole < BLOCKS):
+                slot = gl.load(table_ptr + unfilled) * BLOCK_SIZE
+                _copy_rows(cache_ptr, tile, hole * BLOCK_SIZE, rest, slot, column, KV_HEADS * HEAD_DIM, BLOCK_SIZE)
+                mbarrier.expect(ready, (BLOCK_N - BLOCK_SIZE) * HEAD_DIM * 2)
+                _copy_blocks(cache, tile, ready, slots, column, hole, True)
+            else:
+                mbarrier.expect(ready, BLOCK_N * HEAD_DIM * 2)
+                _copy_blocks(cache, tile, ready, slots, column, 0, False)
+            slots = next_slots
         done += num_tiles
