@@ -20,9 +20,9 @@ from paceline.worker.product_tuning import Layer
 
 NUM_VARIANTS = {
     "llama3.2-1b": {1: 16, 2: 16, 4: 21, 8: 21},
-    "qwen3-0.6b": {1: 16, 2: 21, 4: 16, 8: 16},
-    "qwen3-8b": {1: 11, 2: 11, 4: 16, 8: 16},
-    "qwen3-32b": {1: 11, 2: 11, 4: 11, 8: 16},
+    "qwen3-0.6b": {1: 21, 2: 21, 4: 16, 8: 16},
+    "qwen3-8b": {1: 16, 2: 16, 4: 16, 8: 16},
+    "qwen3-32b": {1: 16, 2: 16, 4: 11, 8: 16},
 }
 """Of the streamed product's kernel, by model and number of ranks."""
 

@@ -18,14 +18,25 @@ def test_buckets(num_rows: int, bucket: int) -> None:
 
 def test_with_a_tile_for_most_processors_the_ring_is_as_deep_as_it_fits() -> None:
     cuts = [cut_product(4096, 1024, bucket, gated=False, **H200) for bucket in BUCKETS]
-    assert cuts == [Cut(8, 128, 11), Cut(16, 128, 10), Cut(32, 128, 8), Cut(64, 64, 13), Cut(128, 64, 8), None]
+    assert cuts == [Cut(8, 128, 11), Cut(16, 128, 10), Cut(32, 128, 8), Cut(64, 128, 6), Cut(128, 64, 8), None]
     assert cut_product(3072, 1024, 256, gated=True, **H200) == Cut(256, 64, 5)
 
 
-def test_with_few_tiles_the_inner_dimension_is_cut_and_the_ring_is_half_as_deep() -> None:
+def test_with_few_tiles_the_inner_dimension_is_cut_and_for_few_rows_the_ring_is_half_as_deep() -> None:
     cuts = [cut_product(1024, 3072, bucket, gated=False, **H200) for bucket in BUCKETS[:-1]]
-    assert cuts == [Cut(8, 128, 5, 8), Cut(16, 128, 5, 8), Cut(32, 128, 4, 8), Cut(64, 64, 6, 8), Cut(128, 64, 4, 8)]
-    assert cut_product(384, 1024, 256, gated=True, **H200) == Cut(256, 64, 3, 8)
+    assert cuts == [Cut(8, 128, 5, 8), Cut(16, 128, 5, 8), Cut(32, 128, 4, 8), Cut(64, 128, 6, 8), Cut(128, 64, 8, 8)]
+    assert cut_product(384, 1024, 256, gated=True, **H200) == Cut(256, 64, 5, 8)
+    assert [cut.max_registers for cut in cuts if cut is not None] == [128, 128, 128, None, None]
+
+
+def test_three_groups_of_warps_share_the_rows_where_their_tiles_fill_the_processors() -> None:
+    cuts = [cut_product(12288, 4096, bucket, gated=True, **H200) for bucket in BUCKETS]
+    large = [Cut(8, 128, 4, 1, 3), Cut(16, 128, 4, 1, 3), Cut(32, 128, 3, 1, 3), Cut(64, 128, 3, 1, 3)]
+    assert cuts == [*large, Cut(128, 64, 5, 1, 3), Cut(256, 64, 5)]
+    for num_columns, gated, groups in ((151936, False, 3), (128256, False, 1), (8192, True, 1), (6144, False, 1)):
+        cut = cut_product(num_columns, 4096, 64, gated=gated, **H200)
+        assert cut is not None
+        assert (cut.groups, cut.pieces) == (groups, 1)
 
 
 @pytest.mark.parametrize(

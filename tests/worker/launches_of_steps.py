@@ -134,7 +134,7 @@ def check(engine: EngineConfig, num_ranks: int = 1, *, streamed: bool = True, **
     too_many = [name for name in noted(lambda: worker._launch_step(PROMPTS)) if "decode" in name]
     if too_many:
         raise RuntimeError("a step of prompts alone launches:\n" + "\n".join(too_many))
-    print(f"{len(compiled)} variants, {sum('_streamed_kernel' in name for name in compiled)} of streamed products")
+    print(f"{len(compiled)} variants, {sum('streamed_kernel' in name for name in compiled)} of streamed products")
 
 
 def main() -> None:

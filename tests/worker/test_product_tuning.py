@@ -78,7 +78,7 @@ def test_the_faster_way_is_taken_by_all_layers_of_a_kind(model: CausalLM, tmp_pa
     assert streamed(model) == [[8, 64]] * 2
     assert streamed(model, RowParallelLinear) == [[8, 64]] * 4
     streams = [layer.streams[64] for layer in model.modules() if isinstance(layer, Layer)]
-    assert {stream.cut for stream in streams} == {Cut(64, 64, 6, 8)}
+    assert {stream.cut for stream in streams} == {Cut(64, 128, 6, 8)}
     assert len({id(stream.exchange) for stream in streams}) == 1
     assert (streams[0].exchange == -1).all()
 
