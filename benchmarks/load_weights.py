@@ -83,7 +83,7 @@ def main() -> None:
     swept = (arguments.piece_mib, arguments.readers, arguments.spare_buffers)
     for cold, piece_mib, readers, spare in product(caches, *swept):
         choose(readers, piece_mib, spare)
-        settings = {"cache": "cold" if cold else "warm", "threads": num_readers()}
+        settings = {"cache": "cold" if cold else "warm", "threads": num_readers(1)}
         settings |= {"piece_mib": piece_mib, "spare_buffers": spare}
         figures += [{**settings, **figure} for figure in measure(folder, files, cold, arguments)]
     if any(len(values) > 1 for values in swept):
@@ -100,7 +100,7 @@ def measure(folder: Path, files: list[Path], cold: bool, arguments: argparse.Nam
     plain = statistics.median(timed_plain_read(files, cold) for _ in range(arguments.rounds))
     size = sum(path.stat().st_size for path in files)
     print(
-        f"{cache}: plain read with {num_readers()} threads and pieces of {staging.PIECE_BYTES >> 20} MiB  "
+        f"{cache}: plain read with {num_readers(1)} threads and pieces of {staging.PIECE_BYTES >> 20} MiB  "
         f"{size / 1e9:.2f} GB  {plain:.2f} s  "
         f"{size / plain / 1e9:.2f} GB/s"
     )
@@ -117,7 +117,7 @@ def measure(folder: Path, files: list[Path], cold: bool, arguments: argparse.Nam
         )
         if not cold:
             print("    " + ", ".join(f"{phase} {1000 * part:.0f} ms" for phase, part in middle["phases"].items()))
-        yield {"ranks": ranks, **middle, "share_of_plain_read": rate * plain / size}
+        yield {"ranks": ranks, "threads": num_readers(ranks), **middle, "share_of_plain_read": rate * plain / size}
 
 
 def print_fastest_first(figures: list[dict[str, Any]]) -> None:
@@ -198,7 +198,7 @@ def plain_read(files: list[Path]) -> float:
                 return
             os.preadv(descriptors[piece[0]], [buffer], piece[1])
 
-    threads = [threading.Thread(target=work) for _ in range(num_readers())]
+    threads = [threading.Thread(target=work) for _ in range(num_readers(1))]
     start = time.perf_counter()
     for thread in threads:
         thread.start()

@@ -18,6 +18,7 @@ from paceline.model import checkpoint_files, decoder, pinned_copies, shard_reade
 from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.coverage import Coverage
+from paceline.model.mapped_columns import MappedFile
 from paceline.model.registry import MODEL_CLASSES
 
 
@@ -58,7 +59,7 @@ def load_as_rank(
         "bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "read": after["rchar"] - before["rchar"] + sum(mapped),
         "storage": after["read_bytes"] - before["read_bytes"],
-        "phases": phases(watch, end - start, end - loaded),
+        "phases": phases(watch, end - start, end - loaded, staging.num_readers(size)),
     }
     connection.send_bytes(json.dumps(result).encode())
 
@@ -107,23 +108,24 @@ def watch_loading(config: ModelConfig) -> Stopwatch:
     watch.watch("ready", weights, "get_ready")
     watch.watch("pieces", shard_reader.ShardReader, "__init__")
     watch.watch("run", shard_reader.ShardReader, "run")
+    watch.watch("reading", shard_reader.ShardReader, "_read_in_threads")
     watch.watch("check", shard_reader.ShardReader, "_check")
-    watch.watch("read", checkpoint_files.StoredTensor, "read_bytes")
+    watch.watch("read", checkpoint_files.StoredBox, "read_rows")
     watch.watch("start", pinned_copies.PinnedCopies, "start")
     watch.watch("wait", shard_reader._Slot, "wait")
     watch.watch("coverage", Coverage, "faults")
     return watch
 
 
-def phases(watch: Stopwatch, total: float, last: float) -> dict[str, float]:
+def phases(watch: Stopwatch, total: float, last: float, readers: int) -> dict[str, float]:
     """Seconds of each step of load_model, then of what is part of a step or goes on beside it."""
     steps = {
         "model without memory": watch["model"],
         "headers and ledger": watch["headers"] + watch["ledger"],
         "memory for parameters": watch["parameters"],
         "cutting into pieces": watch["pieces"],
-        "reading and copying": watch["run"] - watch["check"],
-        "checks of values": watch["check"],
+        "reading and copying": watch["reading"],
+        "last look at values": watch["run"] - watch["reading"],
         "coverage": watch["coverage"],
         "last synchronisation": last,
     }
@@ -133,20 +135,21 @@ def phases(watch: Stopwatch, total: float, last: float) -> dict[str, float]:
         "(beside the model: rotary table": watch["rotary table"],
         "in the memory: the driver": watch["driver"],
         "beside steps: pinning": watch["pinning"],
-        "reads, a thread's mean": watch["read"] / staging.num_readers(),
+        "reads, a thread's mean": watch["read"] / readers,
         "getting ready to check": watch["ready"],
         "all starts of copies": watch["start"],
-        "waits for buffers, a thread's mean)": watch["wait"] / staging.num_readers(),
+        "all looks at values": watch["check"],
+        "waits for buffers, a thread's mean)": watch["wait"] / readers,
     }
 
 
 def count_mapped_bytes() -> list[int]:
     """Sizes of the parts copied from mapped files, from now on."""
-    copy, sizes = checkpoint_files.copy_mapped_columns, []
+    copy_columns, sizes = MappedFile.copy_columns, []
 
-    def counted(descriptor: int, first: int, pitch: int, out: Any) -> bool:
+    def counted(self: MappedFile, first: int, pitch: int, out: Any) -> bool:
         sizes.append(out.nbytes)
-        return copy(descriptor, first, pitch, out)
+        return copy_columns(self, first, pitch, out)
 
-    checkpoint_files.copy_mapped_columns = counted
+    MappedFile.copy_columns = counted  # type: ignore[method-assign]
     return sizes

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.model.errors import CheckpointError
-from paceline.model.mapped_columns import copy_mapped_columns
+from paceline.model.mapped_columns import MappedFile
 from paceline.model.parameter import Box
 from paceline.model.safetensors_header import (
     HeaderError,
@@ -44,6 +44,7 @@ class StoredTensor:
     entry: TensorEntry
     file_name: str
     _descriptor: int = field(repr=False)
+    _mapped: MappedFile = field(repr=False)
 
     @property
     def name(self) -> str:
@@ -61,41 +62,60 @@ class StoredTensor:
     def read(self, box: Box, buffer: torch.Tensor) -> torch.Tensor:
         """Read one box of a matrix or vector into a buffer of uint8, and nothing else; the result is a view of it.
 
-        Raises CheckpointError as read_bytes does.
+        Raises CheckpointError as StoredBox.read_rows does.
         """
         extents = [part.stop - part.start for part in box]
         staged = buffer[: math.prod(extents) * self.dtype.itemsize]
-        self.read_bytes(box, staged.numpy())
+        self.box(box).read_rows(0, staged.numpy())
         return staged.view(self.dtype).view(extents)
 
-    def read_bytes(self, box: Box, memory: npt.NDArray[np.uint8]) -> None:
-        """Read one box of a matrix or vector into memory of its size; between calls of the system no torch is called.
-
-        Raises CheckpointError where the file cannot be read, or ends before the box does.
-        """
+    def box(self, box: Box) -> StoredBox:
+        """One box of a matrix or vector, to be read in any number of parts."""
         rows, *columns = box
-        pitch = math.prod(self.shape[1:]) * self.dtype.itemsize
-        first = self.entry.begin + rows.start * pitch + sum(part.start for part in columns) * self.dtype.itemsize
-        width = len(memory) // (rows.stop - rows.start)
-        if width == pitch:
+        item = self.dtype.itemsize
+        pitch = math.prod(self.shape[1:]) * item
+        first = self.entry.begin + rows.start * pitch + sum(part.start for part in columns) * item
+        width = math.prod(part.stop - part.start for part in columns) * item
+        where = f"tensor {self.name} in {self.file_name}"
+        return StoredBox(first, pitch, width, where, self._descriptor, self._mapped)
+
+
+class StoredBox:
+    """A box of a stored tensor; what can be worked out before is, since threads that read take turns at the rest."""
+
+    __slots__ = ("_descriptor", "_first", "_mapped", "_pitch", "_where", "_width")
+
+    def __init__(self, first: int, pitch: int, width: int, where: str, descriptor: int, mapped: MappedFile) -> None:
+        """The first byte in the file; bytes from row to row and of a row's part; the tensor, for people."""
+        self._first = first
+        self._pitch = pitch
+        self._width = width
+        self._where = where
+        self._descriptor = descriptor
+        self._mapped = mapped
+
+    def read_rows(self, start: int, memory: npt.NDArray[np.uint8]) -> None:
+        """Fill memory, which is some rows' size, from that row of the box on; no torch is called.
+
+        Raises CheckpointError where the file cannot be read, or ends before.
+        """
+        first = self._first + start * self._pitch
+        if self._width == self._pitch:
             self._read_range(first, memory.data)
-        elif not copy_mapped_columns(self._descriptor, first, pitch, memory.reshape(-1, width)):
-            for row, part in enumerate(memory.reshape(-1, width)):
-                self._read_range(first + row * pitch, part.data)
+        elif not self._mapped.copy_columns(first, self._pitch, memory.reshape(-1, self._width)):
+            for row, part in enumerate(memory.reshape(-1, self._width)):
+                self._read_range(first + row * self._pitch, part.data)
 
     def _read_range(self, offset: int, memory: memoryview) -> None:
         """Fill memory from the file; the system may give less than it was asked for, and 0 at the end of the file."""
-        done = 0
-        while done < len(memory):
+        while memory:
             try:
-                count = os.preadv(self._descriptor, [memory[done:]], offset + done)
+                count = os.preadv(self._descriptor, [memory], offset)
             except OSError as error:
-                raise CheckpointError(
-                    f"tensor {self.name} in {self.file_name} cannot be read: {error.strerror}"
-                ) from error
+                raise CheckpointError(f"{self._where} cannot be read: {error.strerror}") from error
             if count == 0:
-                raise CheckpointError(f"tensor {self.name} in {self.file_name} cannot be read: the file ends before it")
-            done += count
+                raise CheckpointError(f"{self._where} cannot be read: the file ends before it")
+            memory, offset = memory[count:], offset + count
 
 
 class CheckpointFiles:
@@ -112,6 +132,8 @@ class CheckpointFiles:
         self.stray: list[str] = []
         """Files that the index does not name."""
         self._open_files = ExitStack()
+        self._sizes: dict[str, tuple[int, int]] = {}
+        """Of each file when it was opened, beside its descriptor."""
         _refuse_quantized(folder)
         index = folder / INDEX_NAME
         if index.exists():
@@ -126,6 +148,14 @@ class CheckpointFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open_files.close()
+
+    def cuts(self) -> list[str]:
+        """Faults of files that have become shorter: what is mapped of a last page beyond their end reads as zeros."""
+        return [
+            f"{name} was cut while it was read"
+            for name, (descriptor, size) in self._sizes.items()
+            if os.fstat(descriptor).st_size < size
+        ]
 
     def _open_indexed(self, index: Path) -> None:
         tensors_of: dict[str, list[str]] = defaultdict(list)
@@ -161,7 +191,10 @@ class CheckpointFiles:
         """The tensors of one file; None, and a fault, where it cannot be read."""
         try:
             file = self._open_files.enter_context((self.folder / file_name).open("rb"))
-            return {entry.name: StoredTensor(entry, file_name, file.fileno()) for entry in read_header(file)}
+            entries = read_header(file)
+            mapped = self._open_files.enter_context(MappedFile(file.fileno()))
+            self._sizes[file_name] = (file.fileno(), os.fstat(file.fileno()).st_size)
+            return {entry.name: StoredTensor(entry, file_name, file.fileno(), mapped) for entry in entries}
         except OSError as error:
             self.faults.append(f"{file_name} cannot be opened: {error.strerror or error}")
         except HeaderError as error:

@@ -4,7 +4,8 @@ A rank never holds more of the checkpoint in host memory than the buffers of sta
 for each reader (mapped_columns.py).
 
 The threads share an interpreter. Each call during which a thread gives it away is one after which it may have to wait
-for it, for longer than a piece's other work takes. So the way of most pieces has one, the read.
+for it, for longer than a piece's other work takes; and where all of them wait, each is woken only as the one before it
+is done. So the way of most pieces has one such call, the read, pieces are large, and nobody else works meanwhile.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ from paceline.model.checkpoint_files import StoredTensor
 from paceline.model.coverage import Coverage
 from paceline.model.errors import CheckpointError, LoadingStopped
 from paceline.model.finite_values import describe_not_finite, not_finite
-from paceline.model.parameter import Box, Copy
+from paceline.model.parameter import Copy
 from paceline.model.pinned_copies import pinned_copies_on
-from paceline.model.staging import PIECE_BYTES, Buffer, StagingMemory, num_readers
+from paceline.model.staging import PIECE_BYTES, Buffer, StagingMemory
 
 FAULT_GRACE_S = 2.0
 """How long a rank reads on once any rank met a fault, to report more than the first."""
-CHECK_EVERY_S = 1.0
-"""Values are looked at so often, so that a long load ends early; a load of less than that looks once, at its end."""
-_TELL_EVERY_S = 0.1
-"""How often the caller hears of bytes."""
+LOOK_EVERY_S = 1.0
+"""How often the caller's thread, which does not read, tells of new bytes and looks at new values: a long load ends soon
+after a fault, and one of less than that looks once, at its end."""
 
 
 class StopFlag(Protocol):
@@ -60,6 +60,8 @@ class ShardReader:
         """coverage is told of all writes at the end; on_bytes of new bytes now and then, by the caller's thread."""
         # Copies come after what the caller has begun, and what readers compute on the device before they are copied.
         self._stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
+        self._checks = None if device.type == "cpu" else torch.cuda.Stream(device)
+        """Where values are looked at, so that no copy waits for it."""
         self._pinned_copies = None if self._stream is None else pinned_copies_on(self._stream)
         self._coverage = coverage
         self._stop = stop
@@ -69,13 +71,12 @@ class ShardReader:
         self._queue = deque((transfer, *run) for transfer in self._transfers for run in transfer.runs)
         # A piece is larger than PIECE_BYTES where a single row is.
         largest = max((transfer.row_bytes * transfer.runs[0][1] for transfer in self._transfers), default=0)
+        self._readers = staging.readers
         self._slots = deque(_Slot(buffer, self._stream) for buffer in staging.buffers(largest))
         """In the order in which what is in them will have left them; never empty, since each reader takes one."""
         self._one_at_a_time = threading.Lock()
         self._untold: deque[int] = deque()
         """Bytes of pieces that on_bytes has not heard of."""
-        self._checking = threading.Lock()
-        self._next_check = time.monotonic() + CHECK_EVERY_S
         self._faults: dict[str, str] = {}
         self._deadline: float | None = None
         self._abandoned = False
@@ -100,12 +101,12 @@ class ShardReader:
         return [fault for _, fault in sorted(self._faults.items())]
 
     def _read_in_threads(self) -> None:
-        readers = num_readers()
-        with ThreadPoolExecutor(readers, thread_name_prefix="read-weights") as pool:
-            futures = [pool.submit(self._read) for _ in range(readers)]
+        with ThreadPoolExecutor(self._readers, thread_name_prefix="read-weights") as pool:
+            futures = [pool.submit(self._read) for _ in range(self._readers)]
             try:
-                while wait(futures, _TELL_EVERY_S).not_done:
+                while wait(futures, LOOK_EVERY_S).not_done:
                     self._tell()
+                    self._check()
             except BaseException:
                 self._abandoned = True
                 raise
@@ -117,9 +118,9 @@ class ShardReader:
         self._on_bytes(sum(self._untold.popleft() for _ in range(len(self._untold))))
 
     def _read(self) -> None:
-        """One reader: take pieces as long as there are any and there is time; now and then look at values."""
+        """One reader: take pieces as long as there are any and there is time."""
         try:
-            with self._same_stream():
+            with self._current(self._stream):
                 while not self._is_over():
                     try:
                         transfer, start, stop = self._queue.popleft()
@@ -132,14 +133,14 @@ class ShardReader:
                     else:
                         transfer.placed.append((start, stop))
                         self._untold.append((stop - start) * transfer.row_bytes)
-                    self._check_in_time()
         except BaseException:
             self._abandoned = True
             raise
 
-    def _same_stream(self) -> AbstractContextManager[object]:
-        """A thread has a current stream of its own: make it the one that copies are on."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @staticmethod
+    def _current(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """What this thread runs within is on that stream; each thread has a current one of its own."""
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def _is_over(self) -> bool:
         if self._deadline is None and self._stop.is_set():
@@ -150,13 +151,13 @@ class ShardReader:
         """Bring rows to their place; on a GPU they are there for what comes later on the stream."""
         begin, end = start * transfer.row_bytes, stop * transfer.row_bytes
         if transfer.stored is not None and transfer.memory is not None:
-            transfer.stored.read_bytes(transfer.source(start, stop), transfer.memory[begin:end])
+            transfer.stored.read_rows(start, transfer.memory[begin:end])
             return
         slot = self._slots.popleft()
         try:
             slot.wait()
             if transfer.stored is not None and self._pinned_copies is not None:
-                transfer.stored.read_bytes(transfer.source(start, stop), slot.memory[: end - begin])
+                transfer.stored.read_rows(start, slot.memory[: end - begin])
                 self._pinned_copies.start(transfer.address + begin, slot.address, end - begin, slot.done_handle)
             else:
                 part = transfer.copy.rows(start, stop)
@@ -167,19 +168,14 @@ class ShardReader:
         finally:
             self._slots.append(slot)
 
-    def _check_in_time(self) -> None:
-        if time.monotonic() < self._next_check or not self._checking.acquire(blocking=False):
-            return
-        try:
-            self._check()
-            self._next_check = time.monotonic() + CHECK_EVERY_S
-        finally:
-            self._checking.release()
-
     def _check(self) -> None:
         """Look at the values of what has come into its place since this was last done."""
-        for part in not_finite([part for transfer in self._transfers for part in transfer.take_unchecked()]):
-            self._report(part, describe_not_finite(part))
+        parts = [part for transfer in self._transfers for part in transfer.take_unchecked()]
+        if self._checks is not None and self._stream is not None:
+            self._checks.wait_stream(self._stream)  # their copies have begun
+        with self._current(self._checks):
+            for part in not_finite(parts):
+                self._report(part, describe_not_finite(part))
 
     def _report(self, copy: Copy, fault: str) -> None:
         self._faults.setdefault(copy.tensor.name, fault)  # in one step, so that several threads may
@@ -197,20 +193,14 @@ class _Transfer:
         self.placed: list[tuple[int, int]] = []
         """Runs that were written; only ever appended to, by any thread."""
         self._checked = 0
-        self._rows, *self._columns = copy.source
-        destination = copy.destination
-        same = copy.tensor.dtype == destination.dtype and destination.is_contiguous()
-        self.stored = copy.tensor if same and isinstance(copy.tensor, StoredTensor) else None
-        """The tensor, where its bytes can go to the parameter one after the other as they are."""
+        tensor, destination = copy.tensor, copy.destination
+        same = tensor.dtype == destination.dtype and destination.is_contiguous()
+        self.stored = tensor.box(copy.source) if same and isinstance(tensor, StoredTensor) else None
+        """The source, where its bytes can go to the parameter one after the other as they are."""
         self.address = destination.data_ptr()
         on_cpu = self.stored is not None and destination.device.type == "cpu"
         self.memory = destination.view(-1).view(torch.uint8).numpy() if on_cpu else None
         """The bytes of the destination, where they can be read to directly."""
-
-    def source(self, start: int, stop: int) -> Box:
-        """Rows of the source."""
-        first = self._rows.start
-        return (slice(first + start, first + stop), *self._columns)
 
     def take_unchecked(self) -> list[Copy]:
         """What was written since this was last asked."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from paceline.model.ledger import Assignment, Ledger, sharded_parameters, tensor
 from paceline.model.parameter import Copy, ShardedParameter
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_reader import ShardReader, StopFlag
-from paceline.model.staging import StagingMemory
+from paceline.model.staging import StagingMemory, num_readers
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,7 @@ def load_model(
     Raises CheckpointError with all faults of the checkpoint in one line, LoadingStopped where only other ranks met
     any, and ModelConfigError where the rope type does not reach max_model_len.
     """
-    with _garbage_kept():
-        staging = StagingMemory(device)
+    with _garbage_kept(), StagingMemory(device, num_readers(comm.size)) as staging:
         if device.type == "cuda":  # takes the driver about as long as it takes to build the model
             threading.Thread(target=get_ready, args=(device, dtype), name="get-ready").start()
         model = MODEL_CLASSES[config.architecture](config, comm, dtype, max_model_len)
@@ -92,7 +92,7 @@ def _load_files(
         return faults
     if comm.rank == 0:
         _log_choices(files, ledger, dtype)
-    return _fill(model, ledger.assignments, comm, device, staging, stop)
+    return _fill(model, ledger.assignments, comm, device, staging, stop) + files.cuts()
 
 
 def _dummy_assignments(model: CausalLM, dtype: torch.dtype, device: torch.device) -> list[Assignment]:
@@ -122,14 +122,22 @@ def _fill(
     coverage = Coverage(model)
     total = sum(copy.num_bytes for copy in copies)
     start = time.perf_counter()
-    # A bar on a terminal alone (None), and there one of rank 0.
-    hidden = None if comm.rank == 0 else True
-    with tqdm(total=total, desc="loading", unit="B", unit_scale=True, leave=False, disable=hidden) as bar:
-        faults = ShardReader(copies, device, staging, coverage, stop, bar.update).run()
+    with _progress_of(total, is_shown=comm.rank == 0 and sys.stderr.isatty()) as on_bytes:
+        faults = ShardReader(copies, device, staging, coverage, stop, on_bytes).run()
     seconds = time.perf_counter() - start
     if comm.rank == 0 and not faults:
         logger.info("loaded %.3f GB in %.2f s (%.2f GB/s)", total / 1e9, seconds, total / 1e9 / seconds)
     return faults or coverage.faults()
+
+
+@contextmanager
+def _progress_of(total: int, is_shown: bool) -> Iterator[Callable[[int], object]]:
+    """A bar that is told of new bytes; a hidden one would begin a thread and take milliseconds too."""
+    if not is_shown:
+        yield lambda _: None
+        return
+    with tqdm(total=total, desc="loading", unit="B", unit_scale=True, leave=False) as bar:
+        yield bar.update
 
 
 def _copies(parameter: ShardedParameter, assignment: Assignment) -> Iterator[Copy]:

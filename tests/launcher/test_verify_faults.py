@@ -227,7 +227,7 @@ def test_a_rank_that_still_reads_stops_soon_after_anothers_fault(
     assert slow["message"].startswith("rank 1: checkpoint")
     assert len(slow["reads"]) < 10  # of 20 tensors
     # Each of its readers begins at most two more.
-    assert sum(begun > seeing["seen_at"] for begun in slow["reads"]) <= 2 * num_readers()
+    assert sum(begun > seeing["seen_at"] for begun in slow["reads"]) <= 2 * num_readers(2)
     assert slow["seen_at"] is None
 
 

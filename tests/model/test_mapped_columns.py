@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paceline.model import mapped_columns
-from paceline.model.mapped_columns import copy_mapped_columns
+from paceline.model.mapped_columns import MappedFile
 
 
 @pytest.fixture
@@ -48,7 +48,8 @@ def test_each_row_is_its_part_of_the_file(
     """Also where mappings begin within a page, and where a window holds less than a row."""
     monkeypatch.setattr(mapped_columns, "WINDOW_BYTES", window)
     out = np.zeros((rows, width), np.uint8)
-    assert copy_mapped_columns(descriptor, first, pitch, out)
+    with MappedFile(descriptor) as file:
+        assert file.copy_columns(first, pitch, out)
     content = path.read_bytes()
     for row in range(rows):
         start = first + row * pitch
@@ -61,21 +62,23 @@ def test_no_more_than_a_window_is_resident(tmp_path: Path) -> None:
         file.truncate(256 << 20)
     out = np.ones((1 << 12, 1 << 10), np.uint8)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with path.open("rb") as file:
-        assert copy_mapped_columns(file.fileno(), 0, 64 << 10, out)
+    with path.open("rb") as file, MappedFile(file.fileno()) as mapped:
+        assert mapped.copy_columns(0, 64 << 10, out)
     assert not out.any()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert grown < mapped_columns.WINDOW_BYTES + (16 << 20)
 
 
 def test_a_file_that_is_too_short(descriptor: int) -> None:
-    assert not copy_mapped_columns(descriptor, 299_000, 700, np.zeros((2, 301), np.uint8))
+    with MappedFile(descriptor) as file:
+        assert not file.copy_columns(299_000, 700, np.zeros((2, 301), np.uint8))
 
 
 def test_what_cannot_be_mapped() -> None:
     """Some file systems have no mappings; a pipe has none either."""
     end, other = os.pipe()
-    assert not copy_mapped_columns(end, 0, 64, np.zeros((2, 16), np.uint8))
+    with MappedFile(end) as file:
+        assert not file.copy_columns(0, 64, np.zeros((2, 16), np.uint8))
     os.close(end)
     os.close(other)
 
@@ -91,7 +94,8 @@ def test_a_file_cut_after_it_was_mapped(path: Path, descriptor: int, monkeypatch
         return populate(address, length)
 
     monkeypatch.setattr(mapped_columns, "_populate", cut_first)
-    assert not copy_mapped_columns(descriptor, 0, 10_000, np.zeros((30, 100), np.uint8))
+    with MappedFile(descriptor) as file:
+        assert not file.copy_columns(0, 10_000, np.zeros((30, 100), np.uint8))
 
 
 def _knows_populate() -> bool:

@@ -37,9 +37,9 @@ MEASURE = """
     import json, resource, sys
     from pathlib import Path
     import torch
-    from paceline.model import checkpoint_files
     from paceline.model.communicator import SingleRank
     from paceline.model.config import ModelConfig
+    from paceline.model.mapped_columns import MappedFile
     from paceline.model.weights import load_model
 
     folder, rank, size, dtype = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), getattr(torch, sys.argv[4])
@@ -47,13 +47,13 @@ MEASURE = """
     comm.rank, comm.size = rank, size  # loading calls no collective
     config = ModelConfig.from_folder(folder)
 
-    mapped, copy = [], checkpoint_files.copy_mapped_columns
+    mapped, copy_columns = [], MappedFile.copy_columns
 
-    def counted(descriptor, first, pitch, out):
+    def counted(self, first, pitch, out):
         mapped.append(out.nbytes)
-        return copy(descriptor, first, pitch, out)
+        return copy_columns(self, first, pitch, out)
 
-    checkpoint_files.copy_mapped_columns = counted
+    MappedFile.copy_columns = counted
 
     def bytes_read():  # asked of the system, or copied from mapped files
         lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
