@@ -195,6 +195,7 @@ class Coordinator:
         times = self.step_times
         times.plan.add(planned - started)
         times.launch.add(self._clock() - planned)
+        self._scheduler.publish_planned()
         times.requests.add(scheduled.line.rows)
         times.tokens.add(scheduled.line.prompt_tokens + scheduled.line.decode_tokens)
         return True

@@ -65,6 +65,7 @@ class Scheduler:
         self._num_slots = max_running
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._freed_slots: list[int] = []
+        self._unpublished: list[Request] = []
         self._last_rows: StepRows | None = None
 
     def add(self, request: Request) -> None:
@@ -96,6 +97,12 @@ class Scheduler:
         if not draft.decodes and not draft.prompts:
             return None
         return self._finish_draft(draft, now)
+
+    def publish_planned(self) -> None:
+        """Make findable what the plan made last computes of prompts: behind its submission, for the device waits."""
+        for request in self._unpublished:
+            self.blocks.publish(request.table, request.token_ids, request.num_computed)
+        self._unpublished.clear()
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the bookkeeping contradicts itself; costs O(blocks), for tests."""
@@ -161,6 +168,7 @@ class Scheduler:
             request = self.waiting[0]
             if request.awaits_tokens:
                 return  # preempted with a sampled token still on its way; its history is not complete yet
+            self.publish_planned()
             match = self.blocks.match_prefix(request.table, request.token_ids, use=not request.wants_scores)
             # A block that this plan computes can be shared from the next plan on: waiting beats computing it twice.
             if match.next_is_coming or not self._fits(request, match):
@@ -204,7 +212,7 @@ class Scheduler:
         draft.prompt_budget -= count
         draft.prompts.append((request, count))
         request.num_computed += count
-        self.blocks.publish(request.table, request.token_ids, request.num_computed)
+        self._unpublished.append(request)
 
     def _finish_draft(self, draft: _Draft, now: float) -> ScheduledStep:
         ones = [request for request, count in draft.prompts if count == 1]
