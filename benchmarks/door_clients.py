@@ -88,10 +88,16 @@ def probe(port: int, pipe: Connection) -> None:
                 time.sleep(pause)
                 started = time.monotonic()
                 connection.sendall(content)
-                data = connection.recv(1 << 16)
+                data = _receive(connection)
                 while b"data: " not in data:
-                    data += connection.recv(1 << 16)
+                    data += _receive(connection)
                 waits.append(time.monotonic() - started)
                 while END not in data:
-                    data += connection.recv(1 << 16)
+                    data += _receive(connection)
         pipe.send(waits)
+
+
+def _receive(connection: socket.socket) -> bytes:
+    if not (data := connection.recv(1 << 16)):
+        raise ConnectionError("the HTTP process has closed a connection whose answer is not whole")
+    return data

@@ -4,7 +4,8 @@
     ./launch.sh bench load_weights --warm-only --ranks 1 --piece-mib 2 4 8 --readers 8 12    # which are best here
 
 Writes the checkpoint to --folder first (16.4 GB, kept for the next run), which must be on a local disk. The plain read
-has as many threads as the loader and reads pieces of the same size into memory that it throws away. `cold` is after the
+has as many threads as the loader and reads pieces of the same size into memory that it throws away; what the bus to one
+GPU takes for the same bytes stands beside it, since no load is faster than the slower of both. `cold` is after the
 system was asked to forget the files (the storage column says how much then came from the disk), `warm` after they were
 read once. Each rank is a process of its own, on a GPU of its own where there are enough. Several sizes and numbers of
 threads stand at the end once more, the fastest first.
@@ -104,7 +105,11 @@ def measure(folder: Path, files: list[Path], cold: bool, arguments: argparse.Nam
         f"{size / 1e9:.2f} GB  {plain:.2f} s  "
         f"{size / plain / 1e9:.2f} GB/s"
     )
-    yield {"ranks": 0, "bytes": size, "seconds": plain}
+    figure = {"ranks": 0, "bytes": size, "seconds": plain}
+    if arguments.device == "cuda":
+        figure["bus_seconds"] = copy_alone(size)
+        print(f"copies to one GPU alone  {figure['bus_seconds']:.2f} s  {size / figure['bus_seconds'] / 1e9:.2f} GB/s")
+    yield figure
     for ranks in arguments.ranks:
         slowest = [max(results, key=_seconds) for results in run_rounds(folder, files, cold, ranks, arguments)]
         middle = sorted(slowest, key=_seconds)[len(slowest) // 2]
@@ -210,6 +215,20 @@ def plain_read(files: list[Path]) -> float:
     return seconds
 
 
+def copy_alone(size: int) -> float:
+    """Seconds to copy so many bytes to a GPU from pinned buffers that take turns, as the loader's do."""
+    pieces = [torch.zeros(staging.PIECE_BYTES, dtype=torch.uint8).pin_memory() for _ in range(staging.READERS)]
+    target = torch.empty(staging.PIECE_BYTES, dtype=torch.uint8, device="cuda")
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    target.copy_(pieces[0])
+    begin.record()
+    for number in range(size // staging.PIECE_BYTES):
+        target.copy_(pieces[number % len(pieces)], non_blocking=True)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
 def run_rounds(
     folder: Path, files: list[Path], cold: bool, size: int, arguments: argparse.Namespace
 ) -> Iterator[list[dict[str, Any]]]:
@@ -240,6 +259,8 @@ def run_rounds(
         for _, connection in ranks:
             connection.send_bytes(b"begin")
         results = [json.loads(connection.recv_bytes()) for _, connection in ranks]
+        for _, connection in ranks:
+            connection.send_bytes(b"end")
         for process, _ in ranks:
             process.join()  # the next round begins with the memory free
         yield results

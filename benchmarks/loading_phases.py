@@ -32,7 +32,7 @@ def choose(readers: int, piece_mib: int, spare_buffers: int) -> None:
 def load_as_rank(
     connection: Connection, folder: str, device_name: str, settings: tuple[int, int, int], rank: int, size: int
 ) -> None:
-    """Say that all is ready, wait for the word, load, and say what it took, in JSON.
+    """Say that all is ready, wait for the word, load, say what it took, in JSON, and wait for the word to end.
 
     settings: what `choose` takes.
     """
@@ -62,6 +62,7 @@ def load_as_rank(
         "phases": phases(watch, end - start, end - loaded, staging.num_readers(size)),
     }
     connection.send_bytes(json.dumps(result).encode())
+    connection.recv_bytes()  # while a process ends, the driver holds up those of the others that still load
 
 
 def counters() -> dict[str, int]:

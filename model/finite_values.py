@@ -15,8 +15,11 @@ _CHECKED_BYTES = 256 << 20
 
 
 def get_ready(device: torch.device, dtype: torch.dtype) -> None:
-    """Have the driver load what not_finite runs on a GPU, which takes it longer than to look at a whole model."""
-    _are_finite([torch.zeros(1, dtype=dtype, device=device)])
+    """Have the driver load what not_finite runs on a GPU, which takes it longer than to look at a whole model.
+
+    That is two tensors: the answers for several are put together and reduced, by kernels that one alone does without.
+    """
+    _are_finite([torch.zeros(2, dtype=dtype, device=device)] * 2)
 
 
 def not_finite(copies: Sequence[Copy]) -> Iterator[Copy]:

@@ -24,8 +24,6 @@ Measure = Callable[[Callable[[], None]], float]
 ENOUGH_BYTES = 1 << 28
 """Weights of one kind that are more than any L2 cache holds; more layers than have these are not measured."""
 REPLAYS = 5
-LEAST_GAIN_S = 0.75e-6
-"""A stream must be faster by so much: among its like, as here, it has its weights sooner than behind other kernels."""
 
 
 class ProductTuner:
@@ -62,7 +60,7 @@ class ProductTuner:
             choice = {}
             for bucket in self._streams[name]:
                 streamed, other = self._seconds(name, layers, bucket, seconds)
-                choice[bucket] = streamed + LEAST_GAIN_S * len(layers) < other
+                choice[bucket] = streamed < other
             self._choices[name] = choice
             self._cache.write(name, choice)
 

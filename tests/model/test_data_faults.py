@@ -88,6 +88,20 @@ def test_the_one_answer_for_many_tensors(value: float, dtype: torch.dtype) -> No
     assert finite_values._are_finite(tensors) == bool(tensors[1].isfinite().all())
 
 
+def test_getting_ready_runs_what_a_look_at_many_tensors_runs() -> None:
+    """As torch's operations; test_gpu_loading.py has the kernels."""
+
+    def operations(run: Callable[[], object]) -> set[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            run()
+        return {average.key for average in profile.key_averages()}
+
+    tensors = [torch.zeros(size, dtype=torch.bfloat16) for size in (7, 100, 3)]
+    ready = operations(lambda: finite_values.get_ready(CPU, torch.bfloat16))
+    look = operations(lambda: finite_values._are_finite(tensors))
+    assert ready - {"aten::zeros", "aten::empty", "aten::zero_"} == look
+
+
 def test_a_value_that_only_the_cast_makes_infinite(own_tiny: Callable) -> None:
     folder = own_tiny().folder
     largest = torch.finfo(torch.float32).max  # rounds up to infinity in bfloat16

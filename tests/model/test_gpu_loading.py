@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.model import shard_reader, weights
+from paceline.model import finite_values, shard_reader, weights
 from paceline.model.communicator import Communicator, SingleRank, run_simulated_ranks
 from paceline.model.config import ModelConfig
 from paceline.model.errors import CheckpointError
@@ -90,6 +90,25 @@ def test_values_that_are_not_finite_are_found_on_the_gpu(
     config = ModelConfig.from_folder(folder)
     with pytest.raises(CheckpointError, match=re.escape(f"tensor {Q_PROJ} in model.safetensors {message}")):
         load_model(folder, config, SingleRank(), torch.device("cuda"), dtype, max_model_len=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_looks_at_values_is_loaded_before(dtype: torch.dtype) -> None:
+    """Kernels that get_ready does not run are loaded by the first look, while everybody waits for it."""
+
+    def kernels(run: Callable[[], object]) -> set[str]:
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            run()
+            torch.cuda.synchronize()
+        return {event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA}
+
+    sizes = [128, 4096, 5 << 20, 130 << 20, *range(1, 400)]  # in elements; of one chunk and of many, in many launches
+    tensors = [torch.zeros(size, dtype=dtype, device="cuda") for size in sizes]
+    ready = kernels(lambda: finite_values.get_ready(torch.device("cuda"), dtype))
+    look = kernels(lambda: finite_values._are_finite(tensors))
+    assert look
+    assert look <= ready
 
 
 def test_copies_begin_through_the_runtime_that_torch_was_linked_with() -> None:

@@ -89,12 +89,9 @@ def test_256_rows_are_streamed_through_the_gated_product_alone(model: CausalLM, 
     assert streamed(model, RowParallelLinear) == [[]] * 4
 
 
-@pytest.mark.parametrize(("saved", "buckets"), [(0.5e-6, []), (1e-6, [64])])
-def test_half_a_microsecond_a_product_is_no_gain(
-    saved: float, buckets: list[int], model: CausalLM, tmp_path: Path
-) -> None:
-    tune(model, tmp_path, Stopwatch(model, 64, gain=1.0 - 2 * saved))  # of the two layers' gated products
-    assert streamed(model) == [buckets] * 2
+def test_what_is_no_faster_is_not_streamed(model: CausalLM, tmp_path: Path) -> None:
+    tune(model, tmp_path, Stopwatch(model, 64, gain=1.0))
+    assert streamed(model) == [[]] * 2
 
 
 def test_where_nothing_can_be_streamed_nothing_is_measured(
