@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,7 +12,9 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime.jit import JITFunction
 
+import paceline.kernels
 from paceline.kernels.stand_ins import StandIns, is_stand_in, may_be_stand_ins
 
 
@@ -46,11 +50,25 @@ def compile_only(device: torch.device, num_threads: int) -> Iterator[None]:
 
     The kernels are compiled side by side, and at the end all are loaded; the first that cannot be is raised.
     """
+    _compute_keys()
     with ThreadPoolExecutor(num_threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         with triton.AsyncCompileMode(pool) as mode, StandIns(device):
             yield
         # Loading counts too: for that, some versions of Triton build a launcher of each kernel with a C compiler.
         list(pool.map(_load, mode.future_kernels.values()))
+
+
+@functools.cache
+def _compute_keys() -> None:
+    """Compute the names of all kernels in Triton's cache on disk, in the same order in every process.
+
+    In Triton 3.6 and 3.7 such a name depends on which of the functions that a kernel calls had theirs before: without
+    this, starts that compile in another order than the first, which measures products, compile all of Gluon again.
+    """
+    for module in sorted(module.name for module in pkgutil.iter_modules(paceline.kernels.__path__)):
+        for value in vars(importlib.import_module(f"paceline.kernels.{module}")).values():
+            if isinstance(value, JITFunction):
+                _ = value.cache_key  # a property that computes it and keeps it
 
 
 def _load(future: triton.FutureKernel) -> None:
