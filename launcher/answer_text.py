@@ -17,6 +17,8 @@ class AnswerText:
     left out unless include_stop_str_in_output. Without a tokenizer there is no text.
     """
 
+    __slots__ = ("_detokenizer", "_num_tokens", "_params", "_stop_strings", "stop_text")
+
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, *, shown_ids: frozenset[int] = frozenset()
     ) -> None:
@@ -28,12 +30,11 @@ class AnswerText:
             self._detokenizer = Detokenizer(
                 tokenizer.backend, skip_special_tokens=params.skip_special_tokens, shown_ids=shown_ids
             )
-        self._stop_strings = StopStrings(tuple(params.stop), params.include_stop_str_in_output)
-
-    @property
-    def stop_text(self) -> str | None:
+        self._stop_strings = None
+        if params.stop:
+            self._stop_strings = StopStrings(tuple(params.stop), params.include_stop_str_in_output)
+        self.stop_text: str | None = None
         """The stop text that was met."""
-        return self._stop_strings.matched
 
     def stop_token(self, token_id: int | None) -> int | None:
         """The token id that ended the answer, where it is one of the caller's own stop_token_ids."""
@@ -41,16 +42,23 @@ class AnswerText:
 
     def feed(self, token_ids: Sequence[int], *, last: bool, stop_token: int | None) -> str:
         """New text of these further tokens; `last`: no more come, stop_token: the id that ended the answer."""
-        if self._detokenizer is None or self._stop_strings.matched is not None:
+        if self._detokenizer is None or self.stop_text is not None:
             return ""
         self._num_tokens += len(token_ids)
-        if self.stop_token(stop_token) is not None and not self._params.include_stop_str_in_output:
+        if stop_token is not None and self._is_left_out(stop_token):
             token_ids = token_ids[:-1]
         text = self._detokenizer.feed(token_ids)
         if last:
             text += self._detokenizer.finish()
+        return text if self._stop_strings is None else self._until_stop(self._stop_strings, text, last=last)
+
+    def _is_left_out(self, stop_token: int) -> bool:
+        return self.stop_token(stop_token) is not None and not self._params.include_stop_str_in_output
+
+    def _until_stop(self, stop_strings: StopStrings, text: str, *, last: bool) -> str:
         if self._num_tokens > self._params.min_tokens:
-            text = self._stop_strings.feed(text)
-        if last and self._stop_strings.matched is None:
-            text += self._stop_strings.finish()
+            text = stop_strings.feed(text)
+            self.stop_text = stop_strings.matched
+        if last and self.stop_text is None:
+            text += stop_strings.finish()
         return text

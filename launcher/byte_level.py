@@ -25,8 +25,8 @@ def decoder_kinds(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 class TokenBytes(dict[int, bytes]):
     """The bytes that each token id adds to a text, worked out when they are first asked for."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skipped_ids: frozenset[int]) -> None:
+        super().__init__(dict.fromkeys(skipped_ids, b""))
         self._backend: Any = tokenizer.backend_tokenizer
 
     def __missing__(self, token_id: int) -> bytes:
@@ -36,10 +36,13 @@ class TokenBytes(dict[int, bytes]):
         return data
 
 
-@functools.lru_cache(maxsize=2)
-def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes | None:
-    """The bytes of a tokenizer's tokens, one table for all who ask; None where texts are more than bytes joined."""
-    return TokenBytes(tokenizer) if decoder_kinds(tokenizer) == ["ByteLevel"] else None
+@functools.lru_cache(maxsize=8)
+def token_bytes(tokenizer: PreTrainedTokenizerBase, skipped_ids: frozenset[int]) -> TokenBytes | None:
+    """The bytes of a tokenizer's tokens, one table for all who ask; None where texts are more than bytes joined.
+
+    skipped_ids: tokens that add nothing.
+    """
+    return TokenBytes(tokenizer, skipped_ids) if decoder_kinds(tokenizer) == ["ByteLevel"] else None
 
 
 def bytes_of(token: str) -> bytes:

@@ -18,6 +18,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from paceline.launcher.encoder import Encoder
+
 MARK = "\ufdd0"
 
 
@@ -26,6 +28,7 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
         self._plain = tokenizer
         """Used by nobody else, since the option that it is called with stays on in it."""
         self._special_ids: frozenset[int] = frozenset()
@@ -53,7 +56,7 @@ class ControlTokens:
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered text, which holds every special token that it needs; marked ones are plain text."""
         if MARK not in text:
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
+            return self._encoder.encode(text, add_special_tokens=False)
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets: Sequence[tuple[int, int]] = encoding["offset_mapping"]
         token_ids: list[int] = []

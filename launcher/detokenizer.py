@@ -37,6 +37,8 @@ them more than the 4 of the longest character."""
 class Detokenizer:
     """The text of one request's output, piece by piece."""
 
+    __slots__ = ("_text",)
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -46,12 +48,9 @@ class Detokenizer:
     ) -> None:
         """shown_ids: special tokens whose text is wanted all the same."""
         skipped_ids = _special_ids(tokenizer) - shown_ids if skip_special_tokens else frozenset()
-        table = token_bytes(tokenizer)
+        table = token_bytes(tokenizer, skipped_ids)
         self._text: _ByteText | _WindowText
-        if table is not None:
-            self._text = _ByteText(table, skipped_ids)
-        else:
-            self._text = _WindowText(tokenizer, skipped_ids)
+        self._text = _WindowText(tokenizer, skipped_ids) if table is None else _ByteText(table)
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these further output ids settle; what may still change is kept for later."""
@@ -65,17 +64,22 @@ class Detokenizer:
 class _ByteText:
     """Text of tokens that are bytes."""
 
-    def __init__(self, table: TokenBytes, skipped_ids: frozenset[int]) -> None:
-        self._table = table
-        self._skipped_ids = skipped_ids
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    __slots__ = ("_bytes_of", "_torn")
+
+    def __init__(self, table: TokenBytes) -> None:
+        self._bytes_of = table.__getitem__
+        self._torn = b""
+        """The beginning of a character whose other bytes have not come yet."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        table, skipped = self._table, self._skipped_ids
-        return self._decoder.decode(b"".join([table[token] for token in token_ids if token not in skipped]))
+        data = self._torn + b"".join(map(self._bytes_of, token_ids))
+        text, decoded = codecs.utf_8_decode(data, "replace")
+        self._torn = data[decoded:]
+        return text
 
     def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        text, self._torn = self._torn.decode(errors="replace"), b""
+        return text
 
 
 class _WindowText:

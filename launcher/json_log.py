@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,6 +18,8 @@ MAX_LINES_WAITING = 10_000
 """Lines that may wait for whoever reads standard error; what comes beyond them is lost, and counted."""
 LAST_LINES_SECONDS = 1.0
 """How long the end of the process waits until they are read."""
+REST_SECONDS = 0.01
+"""Between two writes: to wake the thread that writes costs whoever logs a tenth of what a short request does."""
 FULL_SECONDS = 0.01
 """Until the next try where standard error is full and does not block."""
 
@@ -70,14 +73,18 @@ class BackgroundHandler(logging.Handler):
 
     def _write_all(self) -> None:
         while True:
-            line = self._waiting.get()
-            if lost := self._count_lost(0):
-                line = self._lost_line(lost) + line
-            if self._write(line):
+            lines = [self._waiting.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    lines.append(self._waiting.get_nowait())
+            lost = self._count_lost(0)
+            if self._write((self._lost_line(lost) if lost else "") + "".join(lines)):
                 self._count_lost(-lost)
             else:
-                self._count_lost(1)
-            self._waiting.task_done()
+                self._count_lost(len(lines))
+            for _ in lines:
+                self._waiting.task_done()
+            time.sleep(REST_SECONDS)
 
     def _count_lost(self, more: int) -> int:
         """How many lines were lost that nobody was told of, with these."""

@@ -22,12 +22,15 @@ class Tokenizer:
         self._folder = folder
         self.backend: Any = None
         """The transformers tokenizer, or None."""
+        self._encoder: Any = None
+        """Its Encoder."""
         self._control: Any = None
         """Its ControlTokens."""
         if any((folder / name).exists() for name in TOKENIZER_FILES):
             from transformers import AutoTokenizer
 
             from paceline.launcher.control_tokens import ControlTokens
+            from paceline.launcher.encoder import Encoder
 
             try:
                 self.backend = AutoTokenizer.from_pretrained(
@@ -40,6 +43,7 @@ class Tokenizer:
             except Exception as error:  # transformers looks into the files without checking them first
                 words = " ".join(f"{type(error).__name__}: {error}".split())
                 raise InputError(f"the tokenizer in {folder} cannot be read: {words}") from error
+            self._encoder = Encoder(self.backend)
             self._control = ControlTokens(self.backend)
 
     def encode(self, text: str) -> list[int]:
@@ -48,7 +52,7 @@ class Tokenizer:
         A text that begins with BOS, as rendered conversations do, gets no second one.
         """
         tokenizer = self._require()
-        token_ids = list(tokenizer.encode(_checked(text)))
+        token_ids: list[int] = self._encoder.encode(_checked(text), add_special_tokens=True)
         if len(token_ids) > 1 and token_ids[0] == token_ids[1] == tokenizer.bos_token_id:
             del token_ids[0]
         return token_ids

@@ -12,6 +12,8 @@ from paceline.launcher.dialects.parts import Part
 class AnswerReader:
     """Reads one answer; with a parser as parts, without one as plain text."""
 
+    __slots__ = ("_last_reasoning_token", "_num_tokens", "_parser", "_text", "ended")
+
     def __init__(self, text: AnswerText, parser: AnswerParser | None = None) -> None:
         self._text = text
         self._parser = parser

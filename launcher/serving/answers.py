@@ -12,7 +12,7 @@ from paceline.coordinator.events import RequestEvent, RequestTimings
 from paceline.coordinator.messages import TokenLogprobs
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.choices import choice_seed
-from paceline.launcher.dialects.parts import Part
+from paceline.launcher.dialects.parts import Content, Part
 from paceline.launcher.serving.answer_reader import AnswerReader
 from paceline.launcher.serving.engine_api import EngineApi
 from paceline.launcher.serving.errors import ApiError, bad_request
@@ -38,6 +38,16 @@ class Piece:
     """Of an answer that may hold reasoning or calls, in place of the text."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     """Of all tokens of the prompt but the first, with the choice's first piece, where they were asked for."""
+
+    @property
+    def only_text(self) -> str | None:
+        """The text for the reader, where the piece says nothing else, as nearly all do."""
+        if self.finish_reason is not None or self.logprobs:
+            return None
+        if not self.parts:
+            return self.text
+        part = self.parts[0]
+        return part.text if isinstance(part, Content) and len(self.parts) == 1 else None
 
 
 Show = Callable[[Piece], Awaitable[None]]
@@ -129,9 +139,7 @@ class Answers:
         Raises ApiError, InputError or EngineError, whatever the first choice that fails raises.
         """
         try:
-            if self.count == 1:
-                await self._answer(0, show)
-                return
+            # In tasks, a single choice too: what wakes a task for a token leads through all that the task is in.
             async with asyncio.TaskGroup() as group:
                 for index in range(self.count):
                     group.create_task(self._answer(index, show))

@@ -6,15 +6,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from paceline import __version__
 from paceline.launcher.serving.chat import chat_routes
 from paceline.launcher.serving.completions import completion_routes
+from paceline.launcher.serving.delivery import BODY_SEND
 from paceline.launcher.serving.description import describe
 from paceline.launcher.serving.door import Door
 from paceline.launcher.serving.engine_api import EngineApi
@@ -49,7 +51,7 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
             tracing.close()
 
     # FastAPI's pages of documentation load scripts from other hosts, so only the description itself is served.
-    app = FastAPI(
+    app = _Application(
         title="paceline",
         version=__version__,
         docs_url=None,
@@ -68,13 +70,13 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
         watch_routes,
         engine_routes,
     ):
-        app.include_router(routes(door))
+        # Not by include_router, which would look for each request's route twice.
+        app.router.routes.extend(routes(door).routes)
     describe(app, settings)
     page = page_routes()
     app.router.routes.extend(page)
     page_paths = frozenset(route.path for route in page)
     # All other exceptions reach the gate by themselves.
-    app.add_exception_handler(RequestValidationError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
     paths = frozenset([*app.openapi()["paths"], "/openapi.json"])
     app.add_middleware(
@@ -90,6 +92,17 @@ def create_app(engine: EngineApi, tokenizer: Tokenizer, settings: ServerSettings
             expose_headers=("x-request-id", "retry-after"),
         )
     return app
+
+
+class _Application(FastAPI):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The way in: before all layers, the first of which cannot be chosen.
+
+        Then Starlette's own, since FastAPI's looks for an OpenTelemetry of its own in the environment each time.
+        """
+        if scope["type"] == "http":
+            scope.setdefault("state", {})[BODY_SEND] = send
+        await Starlette.__call__(self, scope, receive, send)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from paceline.launcher.serving.admission import Admission
 from paceline.launcher.serving.errors import ApiError, ClientGone, to_api_error
@@ -67,15 +67,19 @@ class Outbox:
             await self.event(error.body())
             await self.end()
 
-    async def write(self, data: bytes, *, more: bool = True) -> None:
+    def write(self, data: bytes, *, more: bool = True) -> Awaitable[None]:
         """Send what is an event already; more: the stream goes on."""
-        if not self._begun:
-            async with self._beginning:
-                if not self.started:
-                    self.started = True
-                    await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-                    self._begun = True
-        await self._send_body({"type": "http.response.body", "body": data, "more_body": more})
+        message = {"type": "http.response.body", "body": data, "more_body": more}
+        return self._send_body(message) if self._begun else self._begin(message)
+
+    async def _begin(self, message: Message) -> None:
+        """Begin a stream, and then send this of it."""
+        async with self._beginning:
+            if not self.started:
+                self.started = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+                self._begun = True
+        await self._send_body(message)
 
 
 def as_json(content: object) -> bytes:

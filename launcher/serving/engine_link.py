@@ -48,9 +48,10 @@ waiting until all streams have their token."""
 class _Mailbox:
     """What has come for one request and was not read yet. One reader."""
 
-    __slots__ = ("_events", "_waiting", "error", "is_due", "was_read")
+    __slots__ = ("_events", "_loop", "_waiting", "error", "is_due", "was_read")
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._events: list[RequestEvent] = []
         self._waiting: asyncio.Future[None] | None = None
         self.error: InputError | EngineError | None = None
@@ -74,7 +75,7 @@ class _Mailbox:
         while not self._events:
             if self.error is not None:
                 raise self.error
-            self._waiting = asyncio.get_running_loop().create_future()
+            self._waiting = self._loop.create_future()
             await self._waiting
         self._waiting = None
         self.was_read = True
@@ -90,6 +91,7 @@ class EngineLink:
 
     def __init__(self, address: str) -> None:
         """address: the ZeroMQ endpoint that the engine is bound to."""
+        self._loop = asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         # Who reads too slowly is the client's connection, which is dealt with there; nothing is dropped here.
@@ -105,7 +107,7 @@ class EngineLink:
         """Those whose readers are about to be woken."""
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
-        self.farewell: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self.farewell: asyncio.Future[float] = self._loop.create_future()
         """Done once this process is to end, as it is told or since the engine is gone: the seconds that it may take."""
         self.hurry = asyncio.Event()
         """Set once it is told a second time, and is to end at once."""
@@ -139,7 +141,7 @@ class EngineLink:
         key = str(next(self._numbers))
         message = encode(Submit(key, prompt_token_ids, params, priority, cache_salt))
         self._keys[request_id] = key
-        mailbox = self._mailboxes[key] = _Mailbox()
+        mailbox = self._mailboxes[key] = _Mailbox(self._loop)
         running = True
         try:
             self._send_bytes(message)
@@ -174,7 +176,7 @@ class EngineLink:
     async def _ask(self, question: type[AskStats] | type[AskView]) -> Any:
         self._check_usable()
         number = next(self._numbers)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = self._loop.create_future()
         self._answers[number] = answer
         try:
             self.send(question(number))
@@ -271,7 +273,7 @@ class EngineLink:
         """Have its reader woken soon: a client's first token goes before the next ones of others."""
         mailbox.is_due = True
         if not self._due:
-            asyncio.get_running_loop().call_soon(self._wake_readers)
+            self._loop.call_soon(self._wake_readers)
         if mailbox.was_read:
             self._due.append(mailbox)
         else:
@@ -282,14 +284,13 @@ class EngineLink:
         for _ in range(min(READERS_AT_ONCE, len(self._due))):
             self._due.popleft().wake()
         if self._due:
-            asyncio.get_running_loop().call_soon(self._wake_readers)
+            self._loop.call_soon(self._wake_readers)
 
 
 def _joined(events: list[RequestEvent]) -> RequestEvent:
     """Events of one request in one piece: who falls behind the engine catches up by more tokens at once."""
-    return dataclasses.replace(
-        events[-1],
-        token_ids=[token for each in events for token in each.token_ids],
-        logprobs=[entry for each in events for entry in each.logprobs],
-        prompt_logprobs=events[0].prompt_logprobs,
-    )
+    joined = events[-1]
+    joined.token_ids = [token for each in events for token in each.token_ids]
+    joined.logprobs = [entry for each in events for entry in each.logprobs]
+    joined.prompt_logprobs = events[0].prompt_logprobs
+    return joined

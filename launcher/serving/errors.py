@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -120,8 +119,6 @@ def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
     """What the client is told of any exception; what it is not told goes to the log under request_id."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RequestValidationError):
-        return _from_validation(error.errors())
     if isinstance(error, InputError):
         return bad_request(str(error), None)
     if isinstance(error, EngineError):
@@ -134,31 +131,29 @@ def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
 
 
 def _from_http(error: HTTPException) -> ApiError:
-    if isinstance(error.__cause__, ApiError):  # raised while the body was read, which FastAPI makes one of its own
-        return error.__cause__
     if error.status_code == 404:
         return ApiError(404, "there is no such path here", code="unknown_url")
     if error.status_code == 405:
         return ApiError(405, "this path does not take this method", code="method_not_supported")
-    if error.status_code == 400:
-        return bad_request("the body is no JSON that can be read", None, "invalid_json")
     return ApiError(error.status_code, "the request was refused")
 
 
-def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first field at fault, with all that could have stood there."""
+def no_object() -> ApiError:
+    """A 400 for a body that is none at all, or is something else."""
+    message = "the body must be a JSON object, sent with the header content-type: application/json"
+    return bad_request(message, None, "invalid_json")
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """A 400 of pydantic's errors of a body: the first field at fault, with all that could have stood there."""
     first = errors[0]
-    if first["type"] == "json_invalid":
-        return bad_request(f"the body is no valid JSON at character {first['loc'][-1]}", None, "invalid_json")
     param = _param(first["loc"], first["type"])
     # Of a field that may be of several kinds, the one that was meant is the one that got further.
     for each in errors:
         if param and (inner := _param(each["loc"], each["type"])).startswith((f"{param}[", f"{param}.")):
             first, param = each, inner
     if not param:
-        return bad_request(
-            "the body must be a JSON object, sent with the header content-type: application/json", None, "invalid_json"
-        )
+        return no_object()
     if first["type"] == "extra_forbidden":
         return bad_request(f"unknown field {param!r}", param, "unknown_parameter")
     if first["type"] == "missing":
@@ -175,9 +170,9 @@ def _wanted(error: Mapping[str, Any]) -> str:
 
 
 def _param(location: Sequence[int | str], kind: str) -> str:
-    """messages[0].content of ("body", "messages", 0, "content", "str"), whose last part says what did not match."""
+    """messages[0].content of ("messages", 0, "content", "str"), whose last part says what did not match."""
     path = ""
-    for place, part in enumerate(location[1:], 2):
+    for place, part in enumerate(location, 1):
         if isinstance(part, int):
             path += f"[{part}]"
         elif not _UNION_TAG.fullmatch(part) or (kind == "extra_forbidden" and place == len(location)):

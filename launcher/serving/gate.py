@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.launcher.json_log import log_event
-from paceline.launcher.serving.delivery import BODY_SEND
 from paceline.launcher.serving.errors import ApiError, ClientGone, to_api_error
 from paceline.launcher.serving.hosts import host_name, is_loopback
 from paceline.launcher.serving.metrics import ServerMetrics
@@ -68,7 +67,7 @@ class Gate:
             return
         headers = dict(scope["headers"])
         record = RequestRecord(_request_id(headers.get(b"x-request-id")), scope["method"], scope["path"])
-        scope.setdefault("state", {}).update({"record": record, BODY_SEND: send})
+        scope.setdefault("state", {})["record"] = record
 
         async def send_on(message: Message) -> None:
             if message["type"] == "http.response.start":

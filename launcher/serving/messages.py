@@ -150,6 +150,8 @@ Message = (
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Message)}
 _STATS_NAMES = tuple(field.name for field in dataclasses.fields(CoordinatorStats))
 _RANK_NAMES = tuple(field.name for field in dataclasses.fields(RankState))
+_PLAIN_FIELDS = 4
+"""Of an event that is tokens and nothing else."""
 _PARAM_DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
 
 
@@ -262,9 +264,10 @@ def _event_fields(event: RequestEvent) -> tuple[object, ...]:
 
 
 def _event(fields: Sequence[Any]) -> RequestEvent:
-    request_id, token_ids, num_prompt_tokens, cached_tokens, *rest = fields
-    if not rest:
+    if len(fields) == _PLAIN_FIELDS:
+        request_id, token_ids, num_prompt_tokens, cached_tokens = fields
         return RequestEvent(request_id, token_ids, (), num_prompt_tokens, cached_tokens)
+    request_id, token_ids, num_prompt_tokens, cached_tokens, *rest = fields
     logprobs, finish_reason, stop_token, timings, prompt_logprobs, error = rest
     return RequestEvent(
         request_id,

@@ -72,6 +72,8 @@ class ServerMetrics:
 class AnswerWatch:
     """Measures one answer."""
 
+    __slots__ = ("_arrived", "_last", "_metrics", "_prompt_tokens", "_reason", "_tokens")
+
     def __init__(self, metrics: ServerMetrics, arrived: float, prompt_tokens: int) -> None:
         self._metrics = metrics
         self._arrived = arrived

@@ -90,9 +90,20 @@ async def _stream(outbox: Outbox, body: AnswerBody, answers: Answers, shape: Sha
     with_usage = options is not None and options.include_usage
     usage_so_far = with_usage and options is not None and options.continuous_usage_stats
     begun = [False] * answers.count
+    around_texts: dict[int, tuple[bytes, bytes]] = {}
     # Of all that the events say only the choice differs from one to the next.
     before = b'data: %b,"choices":[' % as_json(head)[:-1]
     after = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+
+    def choice(piece: Piece, *, first: bool) -> bytes:
+        text = None if first else piece.only_text
+        if text is None:
+            return as_json(shape.event(piece, first=first))
+        # And of such a choice only the text does.
+        if piece.index not in around_texts:
+            around_texts[piece.index] = _around_text(shape, piece.index)
+        start, end = around_texts[piece.index]
+        return start + as_json(text) + end
 
     async def show(piece: Piece) -> None:
         first = not begun[piece.index]
@@ -100,9 +111,16 @@ async def _stream(outbox: Outbox, body: AnswerBody, answers: Answers, shape: Sha
         if not (first or piece.text or piece.parts or piece.logprobs or piece.finish_reason):
             return  # tokens whose text is not settled yet
         ending = b'],"usage":%b}\n\n' % as_json(answers.usage()) if usage_so_far else after
-        await outbox.write(b"%b%b%b" % (before, as_json(shape.event(piece, first=first)), ending))
+        await outbox.write(before + choice(piece, first=first) + ending)
 
     await answers.run(show)
     if with_usage:
         await outbox.event({**head, "choices": [], "usage": answers.usage()})
     await outbox.end()
+
+
+def _around_text(shape: Shape, index: int) -> tuple[bytes, bytes]:
+    """What stands in a choice's event before and after a text that is all that is new."""
+    mark = "\0"  # which no event has elsewhere
+    before, _, after = as_json(shape.event(Piece(index, mark, (), ()), first=False)).partition(as_json(mark))
+    return before, after

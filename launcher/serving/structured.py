@@ -49,10 +49,10 @@ def _asked(body: SamplingBody) -> Iterator[_Asked]:
         yield from _of_text_format(body.text.format)
     if body.structured_outputs is not None:
         yield _of_structured_outputs(body.structured_outputs)
-    for name, build in _FORMS.items():
-        value = getattr(body, f"guided_{name}", None)
+    for field, build in _GUIDED.items():
+        value = getattr(body, field)
         if value is not None:
-            yield f"guided_{name}", build, value
+            yield field, build, value
 
 
 def _of_response_format(given: ResponseFormat) -> Iterator[_Asked]:
@@ -105,6 +105,7 @@ _FORMS: dict[str, Callable[[Any], str]] = {
     "grammar": structured_output.context_free,
     "json_object": _json_object,
 }
+_GUIDED = {name: build for form, build in _FORMS.items() if (name := f"guided_{form}") in SamplingBody.model_fields}
 
 
 class GrammarCheck:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -55,6 +56,31 @@ async def test_the_join_of_the_pieces_is_the_whole(served: Any, at_once: int) ->
         assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
         assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
         assert "\ufffd" not in "".join(texts[0])[:-1]
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True}, {"stream_options": {"include_usage": True}}])
+async def test_events_differ_in_what_is_new_alone(served: Any, fields: dict[str, Any]) -> None:
+    """However an event is put together, it is compact JSON whose fields have one order."""
+    text = 'He said: "\\n" is no \n, and {"content":"}"} no 你好 \x00 end.'
+    served.engine.script = served.ids(text)
+    async with served.http() as client:
+        body = {"model": "smol", "messages": HELLO, "stream": True, "n": 2, "temperature": 0, "max_tokens": 99}
+        answer = await client.post("/v1/chat/completions", json=body | fields)
+    *events, end = answer.content.removesuffix(b"\n\n").split(b"\n\n")
+    assert end == b"data: [DONE]"
+    said = ["", ""]
+    heads = set()
+    for event in events:
+        content = json.loads(event.removeprefix(b"data: "))
+        assert event == b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+        heads.add((*content, content["id"], content["object"], content["created"], content["model"]))
+        for choice in content["choices"]:
+            assert list(choice)[:4] == ["index", "delta", "logprobs", "finish_reason"]
+            said[choice["index"]] += choice["delta"].pop("content", "")
+            assert choice["delta"] in ({}, {"role": "assistant"})
+            assert (choice["logprobs"] is None) == ("logprobs" not in fields)
+    assert said == [text, text]
+    assert len(heads) == 1
 
 
 async def test_usage_comes_with_the_stream_when_asked_for(served: Any) -> None:
