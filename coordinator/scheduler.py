@@ -123,7 +123,7 @@ class Scheduler:
     def _continue_running(self, draft: _Draft, pending_of_each: Sequence[int]) -> None:
         """Give running requests their tokens, lowest rank first, so that a victim never has a row in the draft."""
         for index, pending in enumerate(pending_of_each):
-            if index == len(self.running):  # the others were preempted
+            if index >= len(self.running):  # the others were preempted
                 return
             request = self.running[index]
             if pending == 1:

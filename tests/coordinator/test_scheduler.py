@@ -207,6 +207,20 @@ def test_a_newcomer_does_not_take_the_blocks_that_those_who_run_need_next(make_h
     assert harness.final("newcomer").timings.first_scheduled >= harness.final("runs").timings.finished
 
 
+def test_one_preempts_the_last_and_the_next_itself_in_the_same_step(make_harness, toy_answer):
+    """Then two fewer run than when the step began."""
+    harness = make_harness(num_blocks=12, max_model_len=40)
+    requests = {"a": (5, 14, 0), "b": (9, 9, 1), "c": (6, 13, 2), "d": (2, 15, 1)}
+    for name, (length, max_tokens, steps) in requests.items():
+        harness.add(name, [ord(name) % 50] * length, max_tokens=max_tokens)
+        for _ in range(steps):
+            harness.step()
+    answers = harness.run()
+    for name, (length, max_tokens, _) in requests.items():
+        assert answers[name] == toy_answer([ord(name) % 50] * length, max_tokens)
+    assert harness.coordinator.stats().preemptions >= 2
+
+
 def test_the_newest_is_preempted_and_the_least_urgent_before_it(make_harness):
     harness = make_harness(num_blocks=16, max_model_len=64)
     harness.add("least urgent", [1] * 4, max_tokens=40, priority=1)
