@@ -113,14 +113,19 @@ def main() -> None:
             f"{1000 * idle['first_token_p99_s']:.2f}), {1e6 * idle['cpu_s_per_request']:.0f} us of CPU a request, "
             f"{idle['memory'] / 2**20:.0f} MiB"
         )
-        print("streams  offered tok/s  sustained  us CPU a token  tok a write  first token p50, p99 ms     MiB  files")
+        print(
+            "streams  offered tok/s  sustained  us CPU a token  beside requests  tok a write  "
+            "first token p50, p99 ms     MiB  files"
+        )
         for load in loads:
             measured = [under_load(front, load) for _ in range(rounds)]
             row = {name: statistics.median(each[name] for each in measured) for name in measured[0]}
+            requests = (load.streams + load.probes) * idle["cpu_s_per_request"]
+            row["streaming_us_per_token"] = row["cpu_us_per_token"] - 1e6 * requests / (load.streams * load.tokens)
             figures["loads"].append({**dataclasses.asdict(load), **row})
             print(
                 f"{load.streams:7}  {load.offered:13,.0f}  {row['tokens_per_s']:9,.0f}  {row['cpu_us_per_token']:14.1f}"
-                f"  {row['tokens_per_write']:11.1f}  {1000 * row['first_token_p50_s']:12.2f}"
+                f"  {row['streaming_us_per_token']:15.1f}  {row['tokens_per_write']:11.1f}  {1000 * row['first_token_p50_s']:12.2f}"
                 f"  {1000 * row['first_token_p99_s']:10.2f}  {row['memory'] / 2**20:6.0f}  {row['open_files']:5.0f}"
             )
     if arguments.write:
