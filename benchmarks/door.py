@@ -4,8 +4,9 @@
 
 The HTTP process is the real one, over the real link; the engine is a stub in this process, the clients are raw sockets
 in two others. Each load runs several times and the median is shown. Costs are the HTTP process' own CPU time, which a
-busy machine changes less than it does the clock; a token's are shown with its share of the requests, and beside it; the time to first token is what a client waits for one token that the
-stub gives at once, so all of it is the door's (and, on few cores, waiting for a core).
+busy machine changes less than it does the clock; a token's are shown with its share of the requests, and beside them.
+The time to first token is what a client waits for one token that the stub gives at once, so all of it is the door's
+(and, on few cores, waiting for a core).
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def main() -> None:
             print(
                 f"{load.streams:7}  {load.offered:13,.0f}  {row['tokens_per_s']:9,.0f}  {row['cpu_us_per_token']:14.1f}"
                 f"  {row['streaming_us_per_token']:15.1f}  {row['tokens_per_write']:11.1f}"
-                f"  {1000 * row['first_token_p50_s']:12.2f}  {1000 * row['first_token_p99_s']:10.2f}  {row['memory'] / 2**20:6.0f}  {row['open_files']:5.0f}"
+                f"  {1000 * row['first_token_p50_s']:12.2f}  {1000 * row['first_token_p99_s']:10.2f}"
+                f"  {row['memory'] / 2**20:6.0f}  {row['open_files']:5.0f}"
             )
     if arguments.write:
         report.write("door", figures)
