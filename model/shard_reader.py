@@ -5,7 +5,7 @@ for each reader (mapped_columns.py).
 
 The threads share an interpreter. Each call during which a thread gives it away is one after which it may have to wait
 for it, for longer than a piece's other work takes; and where all of them wait, each is woken only as the one before it
-is done. So the way of most pieces has one such call, the read, pieces are large, and nobody else works meanwhile.
+is done. So the way of most pieces has one such call, the read, pieces are not small, and nobody else works meanwhile.
 """
 
 from __future__ import annotations

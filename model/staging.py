@@ -40,7 +40,8 @@ class StagingMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._worker.submit(self._unpin)  # takes as long as to pin, and nobody needs to wait for it
+        # It takes as long as to pin, and nobody needs to wait for it; an error, which nobody asks for, is logged.
+        self._worker.submit(self._unpin).add_done_callback(Future.result)
         self._worker.shutdown(wait=False)
 
     def buffers(self, size: int) -> list[Buffer]:
