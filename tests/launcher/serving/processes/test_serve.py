@@ -309,7 +309,7 @@ def at_rest(got: dict[str, float]) -> bool:
 
 
 def test_operators_see_what_clients_got(serve: Callable[..., Any]) -> None:
-    """Field report B64, two ranks, a cache too small for all at once: metrics and log agree with what clients counted."""
+    """Field report B64, two ranks, a cache too small for all: metrics and log agree with what the clients counted."""
     server = serve("--num-blocks", "24", "--block-size", "8", "--max-queue", "48", tp=2).wait_ready()
     prefix = list(range(40))
     with concurrent.futures.ThreadPoolExecutor() as pool:
