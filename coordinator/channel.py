@@ -32,6 +32,7 @@ SEND_TIMEOUT = 60.0
 SPIN_SECONDS = 200e-6
 """How long a reader looks for the next message before it sleeps: about two wake-ups' time."""
 HEARTBEAT_SECONDS = 0.5
+WRITER_ENDED = "rank 0 ended without a shutdown message: see its log"
 
 _INDEX = struct.Struct("<I")
 _PEER_CREDENTIALS = struct.Struct("iII")
@@ -258,6 +259,11 @@ class StepChannelReader:
         self._status.error = text
         os.eventfd_write(self._progress, 1)
 
+    def check_writer(self) -> None:
+        """Raise EngineError where rank 0 has ended, or has closed the channel."""
+        if self._hung_up(0):
+            raise EngineError(WRITER_ENDED)
+
     def await_writer_end(self, timeout: float) -> None:
         """Return once the writer's process has ended, after `timeout` seconds at the latest."""
         try:
@@ -294,13 +300,17 @@ class StepChannelReader:
                 return True
             # Looked at only now, so that what the writer sent before it ended is received first.
             if hung_up:
-                raise EngineError("rank 0 ended without a shutdown message: see its log")
+                raise EngineError(WRITER_ENDED)
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return False
-            events = self._poll.poll(min(remaining, HEARTBEAT_SECONDS) * 1e3)
-            hung_up = any(event & (select.POLLHUP | select.POLLERR) for _, event in events)
+            hung_up = self._hung_up(min(remaining, HEARTBEAT_SECONDS))
             self._status.beat()
+
+    def _hung_up(self, seconds: float) -> bool:
+        """Whether the writer is gone; waits for that, or for a frame, for so long."""
+        events = self._poll.poll(seconds * 1e3)
+        return any(event & (select.POLLHUP | select.POLLERR) for _, event in events)
 
 
 def _drain(eventfd: int) -> None:

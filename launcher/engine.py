@@ -89,6 +89,7 @@ def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         reader = StepChannelReader.attach(ranks.exchange("")[0], ranks.rank - 1)
+        ranks.watch(reader.check_writer)
         error = follow(worker, reader, ranks)
         reader.close()
         ranks.close()
@@ -98,6 +99,7 @@ def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
         channel = StepChannelWriter.create(ranks.size - 1)
         ranks.exchange(channel.handle)
         channel.wait_attached()
+        ranks.watch(channel.check_readers)
     memories = [RankMemory(*json.loads(share)) for share in shares]
     return Engine(config, ranks, worker, tokenizer, RankExecutor(worker, channel, memories), devices)
 

@@ -6,10 +6,13 @@ torch.distributed (NCCL or gloo), and as threads of one process that stand for r
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Protocol, TypeVar
 
 import torch
@@ -19,6 +22,9 @@ from paceline.kernels.stand_ins import is_stand_in
 from paceline.model.errors import CollectiveError
 
 T = TypeVar("T")
+
+LOOK_EVERY = timedelta(seconds=1)
+"""How often a rank that waits in a collective of gloo looks whether the others are there."""
 
 # torch 2.13 renamed it, and warns of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -65,8 +71,13 @@ class ProcessGroupCommunicator:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: dist.ProcessGroup | None = group
+        self._is_gloo = dist.get_backend(group) == "gloo"
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.check_others: Callable[[], None] = lambda: None
+        """Raises where another rank is gone; asked while a collective of gloo does not end."""
+        self._work: dist.Work | None = None
+        """Of gloo, while it runs."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         self._run(dist.all_reduce, tensor)
@@ -84,22 +95,54 @@ class ProcessGroupCommunicator:
         return gathered.movedim(0, -2).reshape(*tensor.shape[:-1], -1)
 
     def close(self) -> None:
-        """Let go of the group, so that destroying it ends its threads while the interpreter still runs.
+        """Destroy the group, which ends its threads while the interpreter still runs.
 
         gloo's threads release tensors, for which they need the interpreter: ended only with the process, they may meet
         it half torn down and abort.
         """
+        if self.is_stuck:
+            # To destroy it would be to wait for the collective that was left, at the interpreter's end, too: so it is
+            # held for ever, and ends with the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            return
         self._group = None
+        dist.destroy_process_group()
 
-    def _run(self, collective: Callable[..., object], *tensors: torch.Tensor, **options: object) -> None:
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a collective was left that has not ended."""
+        return self._work is not None and not self._work.is_completed()
+
+    def _run(self, collective: Callable[..., dist.Work | None], *tensors: torch.Tensor, **options: object) -> None:
         if is_stand_in(tensors[0]):
             return
-        try:
-            collective(*tensors, group=self._group, **options)
-        except RuntimeError as error:
-            # Of "[…/pair.cc:537] Read error …: Connection reset by peer. This is typically …" what has happened.
-            words = re.sub(r"^\[[^\]]*\]\s*", "", " ".join(str(error).split())).partition(". ")[0]
-            raise CollectiveError(f"a collective with the other ranks failed ({words})") from error
+        with _collective_errors():
+            self._work = collective(*tensors, group=self._group, async_op=self._is_gloo, **options)
+        if self._work is not None:
+            self._wait(self._work)
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for gloo, which may miss that a rank has died: about one death in 300 leaves a send waiting until the
+        group's timeout, and signals are not handled meanwhile."""
+        while not work.is_completed():
+            with contextlib.suppress(RuntimeError):  # it has not ended yet, or with an error that is raised below
+                work.wait(LOOK_EVERY)
+            if not work.is_completed():
+                self.check_others()
+        self._work = None
+        with _collective_errors():
+            work.wait()
+
+
+@contextlib.contextmanager
+def _collective_errors() -> Iterator[None]:
+    """What torch.distributed raises, as a CollectiveError."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Of "[…/pair.cc:537] Read error …: Connection reset by peer. This is typically …" what has happened.
+        words = re.sub(r"^\[[^\]]*\]\s*", "", " ".join(str(error).split())).partition(". ")[0]
+        raise CollectiveError(f"a collective with the other ranks failed ({words})") from error
 
 
 class _ThreadRank:

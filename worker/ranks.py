@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -129,13 +129,17 @@ class RankGroup:
         if self.device.type == "cpu":
             self.close()
 
+    def watch(self, check_others: Callable[[], None]) -> None:
+        """Have this called while a collective of gloo keeps this rank waiting; it raises where another is gone."""
+        if isinstance(self.communicator, ProcessGroupCommunicator):
+            self.communicator.check_others = check_others
+
     def close(self) -> None:
         """Leave the group. Safe to call twice."""
         if self._store is not None:
             self._store = None
             if isinstance(self.communicator, ProcessGroupCommunicator):
                 self.communicator.close()
-            dist.destroy_process_group()
 
 
 class _SharedFlag:

@@ -76,7 +76,11 @@ class Child:
     def __init__(self, module: str, settings: Mapping[str, Any], *, file_descriptors: tuple[int, ...]) -> None:
         """Start it; settings are the first line of its standard input, as JSON: what is secret shows in no listing."""
         self._process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, pass_fds=file_descriptors
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            pass_fds=file_descriptors,
+            # torchrun kills the whole group of a rank that does not end: this process is still to tell its clients.
+            start_new_session=True,
         )
         stdin: IO[bytes] | None = self._process.stdin
         if stdin is None:

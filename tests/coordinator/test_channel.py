@@ -313,6 +313,16 @@ def test_a_reader_asleep_learns_at_once_that_the_writer_ended(
         receiving.result(PATIENCE)
 
 
+def test_a_busy_reader_can_ask_whether_the_writer_ended(connect: Connect) -> None:
+    writer, [reader] = connect(1)
+    writer.send(StepPlan(0))
+    reader.check_writer()
+    writer.close()
+    with pytest.raises(EngineError, match="rank 0 ended"):
+        reader.check_writer()
+    assert reader.receive(PATIENCE) == StepPlan(0)
+
+
 def test_a_whole_frame_of_another_number_is_refused() -> None:
     ring, descriptor = Ring.create(num_readers=1, capacity=SMALL_RING)
     ring.write_frame(0, 7, memoryview(b"payload"), last=True)

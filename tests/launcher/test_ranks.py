@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -207,6 +208,71 @@ def test_an_error_on_one_rank_is_named_and_ends_all(run_ranks: RunRanks, tiny: C
     result = run_ranks(2, FAIL_ON_RANK_1, str(tiny("llama").folder), timeout=COLLECTIVE_TIMEOUT.total_seconds() - 10)
     assert result.returncode != 0
     assert "rank 1 failed: RuntimeError: the tenth screw is loose" in result.stderr
+
+
+LEAVE_UNNOTICED_BY_GLOO = """
+    import os, select, sys
+    from paceline import LLM, SamplingParams
+    from paceline.coordinator import channel
+    from paceline.coordinator.errors import EngineError
+
+    if os.environ["RANK"] == "1":
+        acknowledge = channel.StepChannelReader.acknowledge
+
+        def leave(reader, step):
+            if step == 10:
+                rank_0 = os.pidfd_open(channel._peer(reader._connection)[0])
+                reader._connection.close()  # all that rank 0 is to notice
+                select.select([rank_0], [], [])
+                os._exit(1)
+            acknowledge(reader, step)
+
+        channel.StepChannelReader.acknowledge = leave
+    llm = LLM(sys.argv[1], device="cpu")
+    try:
+        llm.generate([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
+    except EngineError as error:
+        print(error)
+"""
+
+
+def test_a_collective_that_does_not_end_is_left_when_a_rank_is_gone(
+    run_ranks: RunRanks, tiny: Callable[..., Any]
+) -> None:
+    """gloo does not notice every death (see ProcessGroupCommunicator). Here rank 1 ends only after rank 0."""
+    timeout = COLLECTIVE_TIMEOUT.total_seconds() - 10
+    result = run_ranks(2, LEAVE_UNNOTICED_BY_GLOO, str(tiny("llama").folder), timeout=timeout)
+    assert result.returncode != 0
+    assert re.search(r"rank 1 \(process \d+\) ended unexpectedly", result.stdout)
+
+
+STUCK = """
+    import os, select, torch
+    from paceline.coordinator.config import EngineConfig
+    from paceline.worker.ranks import RankGroup
+
+    ranks = RankGroup(EngineConfig(model="", tensor_parallel_size=2, device="cpu"))
+    rank_0 = os.pidfd_open(int(ranks.exchange(str(os.getpid()))[0]))
+
+    def check_others():
+        raise ConnectionError("rank 1 is gone")
+
+    if ranks.rank == 1:
+        select.select([rank_0], [], [])
+    else:
+        ranks.watch(check_others)
+        try:
+            ranks.communicator.all_reduce(torch.ones(4))
+        except ConnectionError as error:
+            print(error)
+    ranks.close()
+"""
+
+
+def test_a_process_ends_though_a_collective_does_not(run_ranks: RunRanks) -> None:
+    """Rank 1 ends only after rank 0, whose group's destructor would wait for the collective that was left."""
+    result = run_ranks(2, STUCK, timeout=COLLECTIVE_TIMEOUT.total_seconds() - 10)
+    assert (result.returncode, result.stdout) == (0, "rank 1 is gone\n"), result.stderr
 
 
 REPORT_EXIT = """

@@ -199,6 +199,22 @@ def test_clients_are_told_that_a_rank_died(serve: Callable[..., Any]) -> None:
     assert f"paceline: rank 1 (process {victim}) ended unexpectedly" in errors
 
 
+def test_clients_are_told_that_rank_0_was_killed_with_its_group(serve: Callable[..., Any]) -> None:
+    """So torchrun ends a rank that does not end by itself."""
+    server = serve(tp=2).wait_ready()
+    body = {"prompt": PROMPT, "n": 16, "max_tokens": 500, "ignore_eos": True}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        running = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=120)
+        server.wait_running()
+        os.killpg(server.pid_of("launcher serve", 0), signal.SIGKILL)
+        answer = running.result()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "engine_failed"
+    status, errors = server.end()
+    assert status == 128 + signal.SIGKILL
+    assert "paceline: rank 0 was ended by SIGKILL" in errors
+
+
 def test_ranks_do_not_outlive_who_started_them(serve: Callable[..., Any]) -> None:
     server = serve(tp=2).wait_ready()
     os.kill(server.process.pid, signal.SIGKILL)
