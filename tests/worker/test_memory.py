@@ -5,9 +5,18 @@ from __future__ import annotations
 import gc
 import mmap
 
+import pytest
 import torch
 
-from paceline.worker.memory import MEASURE_SECONDS, MemoryGauge, device_memory, memory_in_use
+from paceline.worker.memory import (
+    BESIDE_TORCH,
+    GIB,
+    MEASURE_SECONDS,
+    MemoryGauge,
+    device_memory,
+    gpu_budget,
+    memory_in_use,
+)
 
 
 def test_memory_in_use_grows_with_what_is_used() -> None:
@@ -29,3 +38,17 @@ def test_memory_is_looked_up_once_a_second() -> None:
     assert gauge.read() == 0
     now += MEASURE_SECONDS / 2
     assert [gauge.read(), gauge.read()] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("others", "share", "budget"),
+    [
+        (0, 0.5, 50 * GIB - BESIDE_TORCH),  # all that the process holds is half of the GPU
+        (40, 0.5, 50 * GIB - BESIDE_TORCH),  # a share is of the whole GPU, so that two processes may have half each
+        (80, 0.5, 19 * GIB),  # where so much is not there, it is what others have left
+        (0, 1.0, 99 * GIB),
+    ],
+)
+def test_a_share_of_a_gpu_is_of_all_that_a_process_holds(others: int, share: float, budget: int) -> None:
+    """On a GPU of 100 GiB, of which torch has reserved 10 and the CUDA context takes one."""
+    assert gpu_budget(share, 100 * GIB, (100 - others - 1 - 10) * GIB, 10 * GIB) == budget
