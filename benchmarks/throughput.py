@@ -9,9 +9,7 @@ requests; `./launch.sh bench compare` sets them side by side.
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import models
 import report
 import torch
 import workloads
+from startup import seconds_since_start
 
 from paceline import LLM, SamplingParams
 from paceline.coordinator.config import EngineConfig
@@ -117,14 +116,6 @@ def memory(device: torch.device) -> dict[str, Any]:
         "gpu_memory_gib": total / gib,
         "gpu_taken_share": (total - free) / total,
     }
-
-
-def seconds_since_start() -> float:
-    """Age of this process, its imports included (/proc/self/stat, field 22, in clock ticks after boot)."""
-    # The second field, the program's name in parentheses, may itself hold spaces and parentheses.
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 if __name__ == "__main__":
