@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 HALF = gl.constexpr(64)
 """Elements of 16 bits in a row that lie together in shared memory: 128 bytes, the width of its swizzle."""
@@ -12,6 +12,8 @@ HALF = gl.constexpr(64)
 _HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 wait_for_each_other = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 start_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_has_async_load = hasattr(async_copy, "async_load")
+start_scattered_copy = async_copy.async_load if _has_async_load else async_copy.async_copy_global_to_shared
 
 
 @gluon.jit

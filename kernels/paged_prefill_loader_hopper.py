@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
-from paceline.kernels.gluon_names import HALF, in_parts, start_copy, wait_for_each_other
+from paceline.kernels.gluon_names import HALF, in_parts, start_copy, start_scattered_copy, wait_for_each_other
 
 QUERY_BEGIN = gl.constexpr(0)
 QUERY_LEN = gl.constexpr(1)
@@ -106,7 +106,7 @@ def _start_queries(
         places = q_ptr + (head[:, None] * HEAD_DIM + dims[None, :])
         parts = in_parts(tiles.index(first_tile + part // PARTS), _QUERIES_AT_ONCE)
         for half in gl.static_range(HEAD_DIM // HALF):
-            async_copy.async_copy_global_to_shared(parts.index(half * PARTS + part % PARTS), places + half * HALF)
+            start_scattered_copy(parts.index(half * PARTS + part % PARTS), places + half * HALF)
     async_copy.commit_group()
 
 

@@ -11,6 +11,7 @@ import pkgutil
 from types import SimpleNamespace
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -194,7 +195,7 @@ def main() -> None:
         raise RuntimeError(f"no operation that this script calls launches one of {variants}")
     if variants["streamed_kernel"] != STREAMED_VARIANTS:
         raise RuntimeError(f"{variants['streamed_kernel']} variants of streamed products, not {STREAMED_VARIANTS}")
-    print(f"compiled {len(kernels)} kernels in {sum(variants.values())} variants")
+    print(f"Triton {triton.__version__} compiled {len(kernels)} kernels in {sum(variants.values())} variants")
 
 
 if __name__ == "__main__":

@@ -7,10 +7,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_every_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
+
+def compile_all(caches: Path, python_path: str) -> str:
+    """What was compiled, in words."""
     script = Path(__file__).with_name("compile_for_hopper.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment |= {"TRITON_CACHE_DIR": str(caches), "PYTHONPATH": python_path}
     run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_every_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
+    compile_all(tmp_path, os.environ.get("PYTHONPATH", ""))
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])
+def test_every_kernel_compiles_with_the_oldest_and_the_newest_triton(version: str, tmp_path: Path) -> None:
+    """.ci/run installs them, beside the one that the tests run with."""
+    folder = Path(sys.prefix) / f"triton-{version}"
+    if not folder.exists():
+        pytest.skip(f"no Triton {version} in {folder}")
+    said = compile_all(tmp_path, os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
+    assert said.startswith(f"Triton {version} compiled ")
