@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import triton
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 import paceline.kernels
@@ -48,31 +49,59 @@ class _Pointer:
 def compile_only(device: torch.device, num_threads: int) -> Iterator[None]:
     """Within, tensors that are made on the device are stand-ins without content, and `launch` compiles for them.
 
-    The kernels are compiled side by side, and at the end all are loaded; the first that cannot be is raised.
+    The kernels are compiled and loaded side by side; at the end the first error is raised.
     """
-    _compute_keys()
-    with ThreadPoolExecutor(num_threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        with triton.AsyncCompileMode(pool) as mode, StandIns(device):
-            yield
-        # Loading counts too: for that, some versions of Triton build a launcher of each kernel with a C compiler.
-        list(pool.map(_load, mode.future_kernels.values()))
+    compute_keys().result()
+    with _Compilers(device, num_threads) as pool, triton.AsyncCompileMode(pool), StandIns(device):
+        yield
+    if pool.errors:
+        raise pool.errors[0]
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that load each kernel that they compile: for that, some versions of Triton run a C compiler first."""
+
+    def __init__(self, device: torch.device, num_threads: int) -> None:
+        super().__init__(num_threads, initializer=torch.cuda.set_device, initargs=(device,))
+        self.errors: list[Exception] = []
+        """Of loading."""
+
+    def submit(self, compile_kernel: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        """Called by Triton for each kernel that is not compiled yet."""
+        return super().submit(self._load, functools.partial(compile_kernel, *arguments, **options))
+
+    def _load(self, compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        try:
+            _ = kernel.run  # a property that loads the kernel
+        except Exception as error:  # kept: Triton 3.6 never leaves its mode where one is raised here
+            self.errors.append(error)
+        return kernel
 
 
 @functools.cache
+def compute_keys() -> Future[None]:
+    """Begin to compute, in a thread, what `compile_only` needs to find kernels in Triton's cache on disk.
+
+    Triton reads all of itself for that, 400 MB, without Python's lock.
+    """
+    thread = ThreadPoolExecutor(1)
+    keys = thread.submit(_compute_keys)
+    thread.shutdown(wait=False)
+    return keys
+
+
 def _compute_keys() -> None:
-    """Compute the names of all kernels in Triton's cache on disk, in the same order in every process.
+    """Compute the names of all kernels in Triton's cache, in the same order in every process.
 
     In Triton 3.6 and 3.7 such a name depends on which of the functions that a kernel calls had theirs before: without
     this, starts that compile in another order than the first, which measures products, compile all of Gluon again.
     """
+    triton_key()  # kept by Triton
     for module in sorted(module.name for module in pkgutil.iter_modules(paceline.kernels.__path__)):
         for value in vars(importlib.import_module(f"paceline.kernels.{module}")).values():
             if isinstance(value, JITFunction):
                 _ = value.cache_key  # a property that computes it and keeps it
-
-
-def _load(future: triton.FutureKernel) -> None:
-    _ = future.result().run  # a property that loads the kernel
 
 
 @functools.cache

@@ -6,14 +6,14 @@ its versions refuse parameters of a class of one's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_any, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 _DEVICE = torch.Tensor.device.__get__
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
@@ -48,7 +48,9 @@ class StandIns(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if tree_any(is_stand_in, (args, kwargs)):
+        # A start looks at tensors' attributes some ten thousand times, so this is no place for torch's tree functions.
+        are_stand_ins = [tensor.is_meta for tensor in _tensors((args, kwargs))]
+        if any(are_stand_ins):
             if func == _DEVICE:
                 return self._device
             if func == _IS_CUDA:
@@ -58,10 +60,12 @@ class StandIns(TorchFunctionMode):
             if func in _SHAPES:
                 shape, dtype = _SHAPES[func](*args)
                 return torch.empty(shape, dtype=kwargs.get("dtype", dtype), device="meta")
-            args, kwargs = tree_map_only(torch.Tensor, _without_content, (args, kwargs))
+            if not all(are_stand_ins):
+                args, kwargs = tree_map_only(torch.Tensor, _without_content, (args, kwargs))
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == self._device.type:
             kwargs = kwargs | {"device": "meta"}
+            func = _SHAPES_OF_VALUES.get(func, func)
         return func(*args, **kwargs)
 
 
@@ -73,6 +77,17 @@ def may_be_stand_ins() -> bool:
 def is_stand_in(argument: object) -> bool:
     """Whether it is a tensor without content."""
     return isinstance(argument, torch.Tensor) and argument.is_meta
+
+
+def _tensors(argument: object) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operation."""
+    if isinstance(argument, torch.Tensor):
+        yield argument
+    elif isinstance(argument, (tuple, list)):
+        for each in argument:
+            yield from _tensors(each)
+    elif isinstance(argument, dict):
+        yield from _tensors(tuple(argument.values()))
 
 
 def _without_content(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,3 +102,5 @@ _SHAPES: dict[Callable[..., Any], Callable[..., tuple[Sequence[int], torch.dtype
     torch.empty_like: lambda tensor: (tensor.shape, tensor.dtype),
 }
 """The results of operations for which torch's meta device would import sympy, which takes as long as all of torch."""
+_SHAPES_OF_VALUES: dict[Callable[..., Any], Callable[..., Any]] = {torch.randn: torch.empty}
+"""The same of those that make a tensor of a shape."""

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from paceline.launcher.rust_tokenizer import rust_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def decoder_kinds(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The steps of a tokenizer's way from tokens to text, as tokenizer.json names them; none without such a file."""
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.backend_tokenizer.decoder is None:
+    rust = rust_tokenizer(tokenizer)
+    if rust is None or rust.decoder is None:
         return []
-    described = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())
+    described = json.loads(rust.decoder.__getstate__())
     steps = described.get("decoders")
     return [described["type"]] if steps is None else [step["type"] for step in steps]
 

@@ -11,14 +11,12 @@ It does not change what templates do with a text: they trim it, join it, or writ
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from paceline.launcher.encoder import Encoder
+from paceline.launcher.rust_tokenizer import rust_tokenizer, without_special_tokens
 
 MARK = "\ufdd0"
 
@@ -29,18 +27,19 @@ class ControlTokens:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
-        self._plain = tokenizer
-        """Used by nobody else, since the option that it is called with stays on in it."""
+        self._plain: Any = None
+        """The Rust tokenizer that looks for no special tokens."""
         self._special_ids: frozenset[int] = frozenset()
         self._pattern: re.Pattern[str] | None = None
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        rust = rust_tokenizer(tokenizer)
+        if rust is None:
             return
+        self._plain = without_special_tokens(rust)
         special = {token_id: str(each) for token_id, each in tokenizer.added_tokens_decoder.items() if each.special}
         texts = sorted((text for text in special.values() if len(text) > 1), key=len, reverse=True)
         if texts:
             self._special_ids = frozenset(special)
             self._pattern = re.compile("|".join(map(re.escape, texts)))
-            self._plain = copy.deepcopy(tokenizer)
 
     def guarded(self, value: Any) -> Any:
         """The same texts, lists and objects, with marks in the special tokens that their texts and keys hold."""
@@ -55,7 +54,7 @@ class ControlTokens:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered text, which holds every special token that it needs; marked ones are plain text."""
-        if MARK not in text:
+        if MARK not in text or self._plain is None:
             return self._encoder.encode(text, add_special_tokens=False)
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets: Sequence[tuple[int, int]] = encoding["offset_mapping"]
@@ -74,7 +73,8 @@ class ControlTokens:
         """The token ids of a stretch of text without its marks; token_ids: those with them."""
         if MARK not in text:
             return token_ids
-        return list(self._plain.encode(text.replace(MARK, ""), add_special_tokens=False, split_special_tokens=True))
+        plain_ids: list[int] = self._plain.encode(text.replace(MARK, ""), add_special_tokens=False).ids
+        return plain_ids
 
 
 def _marked(found: re.Match[str]) -> str:

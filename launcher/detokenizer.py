@@ -19,10 +19,13 @@ import codecs
 import functools
 import re
 from collections.abc import Sequence
-
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from paceline.launcher.byte_level import TokenBytes, token_bytes
+from paceline.launcher.rust_tokenizer import rust_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -88,7 +91,7 @@ class _WindowText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skipped_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         # The Rust tokenizer itself where there is one: the wrapper around it takes longer than it does.
-        self._fast = tokenizer.backend_tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
+        self._fast = rust_tokenizer(tokenizer)
         self._skipped_ids = skipped_ids
         self._window: list[int] = []
         self._shown = 0

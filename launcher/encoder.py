@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+from paceline.launcher.rust_tokenizer import rust_tokenizer
 
 
 class Encoder:
@@ -13,10 +13,9 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         """tokenizer: of transformers; who else has it cut or pad a text changes what its Rust tokenizer does later."""
         self._tokenizer = tokenizer
-        self._rust: Any = None
-        if isinstance(tokenizer, PreTrainedTokenizerFast):
+        self._rust: Any = rust_tokenizer(tokenizer)
+        if self._rust is not None:
             tokenizer.encode("")  # options that a file has for cutting and padding are off from here
-            self._rust = tokenizer.backend_tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The ids of a text; add_special_tokens: with those that the tokenizer puts around it."""

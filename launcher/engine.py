@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -30,7 +31,7 @@ from paceline.launcher.executor import RankExecutor
 from paceline.launcher.grammars import TokenizerGrammars
 from paceline.launcher.termination import exit_on_signal
 from paceline.launcher.tokenizer import Tokenizer
-from paceline.worker.garbage import keep_all_that_is_here
+from paceline.worker.garbage import keep_all_that_is_here, without_collector
 from paceline.worker.loop import follow
 from paceline.worker.memory import RankMemory
 from paceline.worker.ranks import RankGroup, describe
@@ -73,16 +74,20 @@ def start_engine(config: EngineConfig) -> Engine:
 
 
 def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
-    folder, tokenizer = "", None
+    folder = ""
     with ranks.together():
         if ranks.local_rank == 0:
             folder = str(resolve_checkpoint(config.model or None))
         if ranks.rank == 0:
             check_model_config(Path(folder))  # for the tokenizer transformers reads it, and says less of what is wrong
-            tokenizer = Tokenizer(Path(folder))
     config = dataclasses.replace(config, model=ranks.exchange(folder)[0])
+    # Beside the model's load, which mostly waits for files and the GPU: a tokenizer takes a second or more.
+    reading = ranks.beside(functools.partial(Tokenizer, Path(config.model))) if ranks.rank == 0 else None
     devices = ranks.exchange(ranks.device_name)
-    worker = Worker(config, ranks)
+    with without_collector():
+        worker = Worker(config, ranks)
+        with ranks.together():
+            tokenizer = None if reading is None else reading.result()
     keep_all_that_is_here(ranks.device)
     shares = ranks.exchange(json.dumps(dataclasses.astuple(worker.memory)))
     if tokenizer is None:

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import llguidance
-import llguidance.hf
 import llguidance.numpy
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from paceline.coordinator.constraints import GrammarError, Mask
 from paceline.coordinator.errors import InputError
+from paceline.launcher.rust_tokenizer import rust_tokenizer
 from paceline.launcher.tokenizer import Tokenizer
 
 MAX_LEXER_STATES = 20_000
@@ -48,7 +47,7 @@ class TokenizerGrammars:
         """
         if tokenizer.backend is None:
             raise InputError("a grammar needs a tokenizer, and this model has none")
-        if not isinstance(tokenizer.backend, PreTrainedTokenizerFast):
+        if rust_tokenizer(tokenizer.backend) is None:
             raise InputError("a grammar needs a tokenizer of the tokenizers library, and this model has another one")
         self._backend = tokenizer.backend
         self._vocab_size = vocab_size
@@ -130,8 +129,10 @@ class TokenizerGrammars:
     def _tokenizer(self) -> llguidance.LLTokenizer:
         with self._lock:
             if self._tokens is None:
+                from llguidance import hf  # only here: it imports transformers
+
                 size = max(self._vocab_size, len(self._backend))
-                self._tokens = llguidance.hf.from_tokenizer(self._backend, size, self._end_ids or None)
+                self._tokens = hf.from_tokenizer(self._backend, size, self._end_ids or None)
             return self._tokens
 
 

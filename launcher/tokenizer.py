@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.coordinator.errors import InputError
+from paceline.launcher.control_tokens import ControlTokens
+from paceline.launcher.encoder import Encoder
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -23,14 +25,10 @@ class Tokenizer:
         self.backend: Any = None
         """The transformers tokenizer, or None."""
         self._encoder: Any = None
-        """Its Encoder."""
         self._control: Any = None
-        """Its ControlTokens."""
         if any((folder / name).exists() for name in TOKENIZER_FILES):
+            # Only here: nobody else needs it, and of what is imported without a GPU only torch takes longer.
             from transformers import AutoTokenizer
-
-            from paceline.launcher.control_tokens import ControlTokens
-            from paceline.launcher.encoder import Encoder
 
             try:
                 self.backend = AutoTokenizer.from_pretrained(

@@ -118,6 +118,11 @@ def test_importing_paceline_loads_no_framework() -> None:
     assert run_python(code) == "set()\n"
 
 
+def test_only_who_reads_a_tokenizer_loads_transformers() -> None:
+    code = "import sys, paceline.launcher.engine; print({'torch', 'transformers'} & set(sys.modules))"
+    assert run_python(code) == "{'torch'}\n"
+
+
 def test_every_dependency_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]}

@@ -14,7 +14,7 @@ import torch
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.errors import EngineError, InputError
 from paceline.coordinator.messages import Admission, Limits, RowSampling, StepPlan, StepRows
-from paceline.kernels.launch import compile_only
+from paceline.kernels.launch import compile_only, compute_keys
 from paceline.model.config import ModelConfig
 from paceline.model.context import KVCache
 from paceline.model.decoder import Hidden
@@ -74,6 +74,8 @@ class Worker:
         self._copy_stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
         self._step_graphs: StepGraphs[torch.Tensor] | None = None
         self._hidden_graphs: StepGraphs[Hidden] | None = None
+        if ranks.device.type == "cuda":
+            compute_keys()  # beside what waits for files
         with ranks.together():
             self._read_config()
         with ranks.together() as stop:

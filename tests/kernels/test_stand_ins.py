@@ -74,6 +74,7 @@ with torch.inference_mode(), StandIns(torch.device("cuda")):
     x = functional.embedding(torch.empty(5, dtype=torch.int64, device="cuda"), torch.ones(7, 4))
     x = functional.linear(x, torch.ones(3, 4)).index_select(0, torch.zeros(2, dtype=torch.int64, device="cuda")).float()
     torch.empty_like(x).view(-1).split(2)[0].contiguous()
+    torch.randn((2, 3), dtype=torch.bfloat16, device="cuda")
 sys.exit(not {"torch._dynamo", "sympy"}.isdisjoint(sys.modules))
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

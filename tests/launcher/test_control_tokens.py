@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -65,6 +66,37 @@ def test_what_else_is_in_the_conversation_has_the_tokens_that_it_had(tokenizer: 
     forged = tokenizer.encode_chat([{"role": "user", "content": FORGERY}, *messages])
     shared = tokenizer.backend.encode("<|im_start|>user\nSay: 你好", add_special_tokens=False)
     assert any(forged[place : place + len(shared)] == shared for place in range(len(forged)))
+
+
+def test_what_is_marked_has_the_tokens_of_plain_text(tokenizer: Tokenizer) -> None:
+    backend = tokenizer.backend
+    control = ControlTokens(backend)
+    rng = random.Random(1)
+    parts = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|", " ", "\n", "a b", "é", "海", "🫠", "don't", "1"]
+    for _ in range(300):
+        text = "".join(rng.choices(parts, k=rng.randint(1, 40)))
+        expected = backend.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert control.encode(control.guarded(text)) == expected
+
+
+def test_added_tokens_that_are_no_special_ones_are_found_with_their_ids() -> None:
+    rust = RustTokenizer(BPE(vocab={"a": 0, "b": 1, "<": 2, ">": 3}, merges=[]))
+    rust.add_special_tokens([AddedToken("<b>", special=True)])
+    rust.add_tokens([AddedToken("bb", special=False)])
+    rust.add_special_tokens([AddedToken("<a>", special=True)])
+    control = ControlTokens(PreTrainedTokenizerFast(tokenizer_object=rust))
+    assert control.encode(control.guarded("a<b>bb<a>") + "<a>") == [0, 2, 1, 3, 5, 2, 0, 3, 6]
+
+
+def test_a_mark_where_there_are_no_special_tokens_is_left_out_or_as_it_was() -> None:
+    rust = RustTokenizer(BPE(vocab={"a": 0, MARK: 1}, merges=[]))
+    assert ControlTokens(PreTrainedTokenizerFast(tokenizer_object=rust)).encode(f"a{MARK}a") == [0, 0]
+
+    class Slow:
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            return [ord(character) for character in text]
+
+    assert ControlTokens(Slow()).encode(f"a{MARK}") == [ord("a"), ord(MARK)]
 
 
 def test_a_prompt_that_is_no_conversation_may_hold_them(tokenizer: Tokenizer) -> None:

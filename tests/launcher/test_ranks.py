@@ -296,6 +296,29 @@ def test_bad_input_found_on_rank_0_ends_every_rank_non_zero(run_ranks: RunRanks,
     assert sorted(result.stdout.split()) == ["0:2", "1:1"]
 
 
+REFUSE = """
+    import os, sys
+    from paceline import LLM
+
+    try:
+        LLM(sys.argv[1], device="cpu")
+    except ValueError as error:
+        os.write(1, f"{os.environ['RANK']}: {'transformers' in sys.modules} {error}\\n".encode())
+"""
+
+
+def test_a_damaged_tokenizer_is_one_error_on_all_ranks(
+    run_ranks: RunRanks, tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Only rank 0 reads it, beside the load of the weights."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama").folder, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    lines = sorted(run_ranks(2, REFUSE, str(folder)).stdout.splitlines())
+    refused = f"rank 0: the tokenizer in {folder} cannot be read: "
+    assert [line.partition(refused)[0] for line in lines] == ["0: True ", "1: False "]
+
+
 ENDLESS = """
     import sys
     from paceline import LLM, SamplingParams
