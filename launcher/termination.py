@@ -30,6 +30,28 @@ def ending_in_order() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """SIGTERM and SIGINT are handled after this. Main thread alone.
+
+    For the import of torch, whose native code imports numpy and drops whatever that raises, a handler's exception too:
+    the process would go on as if it had not been told to end.
+    """
+    held: list[int] = []
+    # Not by a mask: another thread then takes a signal for the process, and its handler runs in this one all the same.
+    before = {
+        number: signal.signal(number, lambda number, frame: held.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
+
+
+@contextlib.contextmanager
 def task_ending_in_order() -> Iterator[None]:
     """The same for a task inside of `ending_in_order`: it is cancelled where it waits, and not torn out of a step."""
     task = asyncio.current_task()

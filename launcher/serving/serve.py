@@ -25,7 +25,7 @@ from paceline.launcher.dialects.dialect import REASONING_PARSERS, TOOL_PARSERS
 from paceline.launcher.json_log import log_as_json, log_event
 from paceline.launcher.options import ENGINE_FLAGS, add_engine_options, engine_settings, errors_name_options
 from paceline.launcher.serving.children import DRAIN_SECONDS, Child, Endpoint, die_with_parent, give_drain_receipt
-from paceline.launcher.termination import ending_in_order
+from paceline.launcher.termination import ending_in_order, signals_held
 
 if TYPE_CHECKING:
     from paceline.launcher.serving.engine_loop import EngineLoop
@@ -182,8 +182,9 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
         front = stack.enter_context(Child(FRONT_MODULE, front_settings, file_descriptors=(listener.fileno(),)))
         listener.close()
 
-        from paceline.launcher.engine import start_engine
-        from paceline.launcher.serving.engine_loop import EngineLoop
+        with signals_held():
+            from paceline.launcher.engine import start_engine
+            from paceline.launcher.serving.engine_loop import EngineLoop
 
         engine = start_engine(dataclasses.replace(config, model=str(folder)))
         engine.prepare_grammars()
