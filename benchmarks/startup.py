@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -51,13 +50,13 @@ def main() -> None:
         folder = arguments.folder or checkpoint(arguments.model, Path(scratch))
         caches = {"TRITON_CACHE_DIR": f"{scratch}/triton", "XDG_CACHE_HOME": f"{scratch}/caches"}
         runs = [start_process(folder, arguments.device, caches) for _ in range(1 + arguments.rounds)]
-    warm = sorted(runs[1:], key=lambda run: run[TOTAL])[arguments.rounds // 2]
+    by_time = sorted(runs[1:], key=lambda run: run[TOTAL])
+    warm = by_time[len(by_time) // 2]
     figures = {"cold": runs[0], "warm": warm}
     print(f"{'seconds':16}{'cold':>8}{'warm':>8}")
     for part in runs[0]:
         print(f"{part:16}{runs[0][part]:8.2f}{warm[part]:8.2f}")
-    spread = [run[TOTAL] for run in runs[1:]]
-    print(f"warm starts: {min(spread):.2f} to {max(spread):.2f} s, median {statistics.median(spread):.2f}")
+    print(f"warm starts took {by_time[0][TOTAL]:.2f} to {by_time[-1][TOTAL]:.2f} s")
     if arguments.write:
         import report
 

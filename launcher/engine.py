@@ -31,7 +31,7 @@ from paceline.launcher.executor import RankExecutor
 from paceline.launcher.grammars import TokenizerGrammars
 from paceline.launcher.termination import exit_on_signal
 from paceline.launcher.tokenizer import Tokenizer
-from paceline.worker.garbage import keep_all_that_is_here, without_collector
+from paceline.worker.garbage import keep_all_that_is_here
 from paceline.worker.loop import follow
 from paceline.worker.memory import RankMemory
 from paceline.worker.ranks import RankGroup, describe
@@ -84,10 +84,9 @@ def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
     # Beside the model's load, which mostly waits for files and the GPU: a tokenizer takes a second or more.
     reading = ranks.beside(functools.partial(Tokenizer, Path(config.model))) if ranks.rank == 0 else None
     devices = ranks.exchange(ranks.device_name)
-    with without_collector():
-        worker = Worker(config, ranks)
-        with ranks.together():
-            tokenizer = None if reading is None else reading.result()
+    worker = Worker(config, ranks)
+    with ranks.together():
+        tokenizer = None if reading is None else reading.result()
     keep_all_that_is_here(ranks.device)
     shares = ranks.exchange(json.dumps(dataclasses.astuple(worker.memory)))
     if tokenizer is None:

@@ -100,18 +100,13 @@ class ProcessGroupCommunicator:
         gloo's threads release tensors, for which they need the interpreter: ended only with the process, they may meet
         it half torn down and abort.
         """
-        if self.is_stuck:
-            # To destroy it would be to wait for the collective that was left, at the interpreter's end, too: so it is
-            # held for ever, and ends with the process.
+        if self._work is not None and not self._work.is_completed():
+            # A collective was left in the middle. To destroy the group would be to wait for that, at the interpreter's
+            # end, too: so it is held for ever, and ends with the process.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             return
         self._group = None
         dist.destroy_process_group()
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a collective was left that has not ended."""
-        return self._work is not None and not self._work.is_completed()
 
     def _run(self, collective: Callable[..., dist.Work | None], *tensors: torch.Tensor, **options: object) -> None:
         if is_stand_in(tensors[0]):

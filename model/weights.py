@@ -6,7 +6,6 @@ it tells the others through a StopFlag. docs/loading.md has the rules.
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import threading
@@ -27,6 +26,7 @@ from paceline.model.decoder import CausalLM
 from paceline.model.dummy_tensors import DummyTensor
 from paceline.model.errors import CheckpointError
 from paceline.model.finite_values import get_ready
+from paceline.model.garbage import without_collector
 from paceline.model.ledger import Assignment, Ledger, sharded_parameters, tensor_targets
 from paceline.model.parameter import Copy, ShardedParameter
 from paceline.model.registry import MODEL_CLASSES
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _MOST_FAULTS_SHOWN = 10
 
 
+@without_collector()
 def load_model(
     folder: Path | str,
     config: ModelConfig,
@@ -57,7 +58,7 @@ def load_model(
     Raises CheckpointError with all faults of the checkpoint in one line, LoadingStopped where only other ranks met
     any, and ModelConfigError where the rope type does not reach max_model_len.
     """
-    with _garbage_kept(), StagingMemory(device, num_readers(comm.size)) as staging:
+    with StagingMemory(device, num_readers(comm.size)) as staging:
         if device.type == "cuda":  # takes the driver about as long as it takes to build the model
             threading.Thread(target=get_ready, args=(device, dtype), name="get-ready").start()
         model = MODEL_CLASSES[config.architecture](config, comm, dtype, max_model_len)
@@ -163,22 +164,6 @@ def _reserve(num_bytes: int, device: torch.device) -> None:
     """Ask the driver for memory once, instead of for each parameter: torch cuts them from what it then holds."""
     if device.type == "cuda":
         torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
-@contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Python's collector does not run meanwhile.
-
-    The objects made here live on. A collection that they set off goes through everything that was imported, which
-    takes 0.1 s and lets no thread run.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _log_choices(files: CheckpointFiles, ledger: Ledger, dtype: torch.dtype) -> None:

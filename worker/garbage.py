@@ -3,25 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Within, the collector rests: nearly all that a start makes lives on, and would be looked through time and again.
-
-    A first start, which compiles kernels in Python, spends a tenth of its time so.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def keep_all_that_is_here(device: torch.device) -> None:

@@ -18,6 +18,7 @@ from paceline.kernels.launch import compile_only, compute_keys
 from paceline.model.config import ModelConfig
 from paceline.model.context import KVCache
 from paceline.model.decoder import Hidden
+from paceline.model.garbage import without_collector
 from paceline.model.rope import check_max_model_len
 from paceline.model.shard_plan import ShardPlan
 from paceline.model.shard_reader import StopFlag
@@ -67,6 +68,7 @@ class _Lockstep:
 class Worker:
     """Runs the steps of one rank. Every rank of a group makes its Worker and executes the same plans in one order."""
 
+    @without_collector()
     def __init__(self, config: EngineConfig, ranks: RankGroup) -> None:
         """Load the model's shard and make the cache; errors of any rank are raised on all (InputError)."""
         self._config = config

@@ -11,7 +11,7 @@ import pytest
 
 from paceline import LLM
 from paceline.coordinator.errors import InputError
-from paceline.worker.garbage import without_collector
+from paceline.model.garbage import without_collector
 from paceline.worker.worker import Worker
 
 
