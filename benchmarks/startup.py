@@ -1,12 +1,13 @@
 """How long the engine takes from the start of its process to the first token, and what that time goes to.
 
-    ./launch.sh bench startup [--model qwen3-0.6b] [--rounds 3] [--write]
+    ./launch.sh bench startup [--model qwen3-0.6b] [--tokenizer DIR] [--rounds 3] [--write]
     ./launch.sh bench startup --folder DIR --device cpu
 
 Each start is a process of its own that imports paceline, loads the checkpoint from the disk and asks for one token. The
 first one finds no compiled kernels and no measured products (`cold`), those after it find what it left (`warm`); the
 files are in the system's cache. --model is a checkpoint of random weights in the shape of a public model, written to
-the scratch folder first. Parts that run within or beside others are indented.
+the scratch folder first, with the tokenizer of --tokenizer where given: to read a large one takes a second. Parts that
+run within or beside others are indented.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b", help="a name of benchmarks/models.py")
     parser.add_argument("--folder", type=Path, help="a checkpoint to take instead")
+    parser.add_argument("--tokenizer", type=Path, help="a folder whose tokenizer that checkpoint gets")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=3, help="warm starts, of which the middle one is given")
     parser.add_argument("--start-here", action="store_true", help=argparse.SUPPRESS)
@@ -47,7 +50,7 @@ def main() -> None:
         print(json.dumps(start(arguments.folder, arguments.device)))
         return
     with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.folder or checkpoint(arguments.model, Path(scratch))
+        folder = arguments.folder or checkpoint(arguments.model, Path(scratch), arguments.tokenizer)
         caches = {"TRITON_CACHE_DIR": f"{scratch}/triton", "XDG_CACHE_HOME": f"{scratch}/caches"}
         runs = [start_process(folder, arguments.device, caches) for _ in range(1 + arguments.rounds)]
     by_time = sorted(runs[1:], key=lambda run: run[TOTAL])
@@ -63,13 +66,15 @@ def main() -> None:
         report.write("startup", {"model": folder.name, "device": arguments.device, **figures})
 
 
-def checkpoint(model: str, scratch: Path) -> Path:
-    """A checkpoint of random weights in the shape of a public model."""
+def checkpoint(model: str, scratch: Path, tokenizer: Path | None) -> Path:
+    """A checkpoint of random weights in the shape of a public model, with a tokenizer where there is one to take."""
     from load_weights import write_checkpoint
     from models import MODELS
 
     folder = scratch / model
     write_checkpoint(folder, MODELS[model])
+    for path in tokenizer.glob("tokenizer*.json") if tokenizer else ():
+        shutil.copy(path, folder)
     return folder
 
 

@@ -2,7 +2,8 @@
 
 A product of few rows on a GPU is a stream of the weight. On Hopper, from two rows on, it is streamed_linear's where
 that was measured to be faster, with the gated activation after it. Else, up to eight rows, it is skinny_linear's, with
-the norm before it too. Elsewhere each is an operation of its own, and the product is the library's.
+the norm before it too. Of many rows, on Hopper, tiled_linear's does what comes after the product. Elsewhere each is an
+operation of its own, and the product is the library's.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import torch
 from torch.nn import functional
 
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm
+from paceline.kernels.rotary_and_store import HeadPlaces, rotary_and_store
 from paceline.kernels.silu_and_mul import silu_and_mul
 from paceline.kernels.skinny_linear import is_skinny, skinny_linear
 from paceline.kernels.streamed_linear import NO_STREAMS, Streams, stream_of, streamed_linear
+from paceline.kernels.tiled_linear import can_be_gated, heads_tiling, tiled_gated_linear, tiled_heads_linear
 
 FEW_ROWS = 16
 """Up to so many rows the CPU library's float32 product of the transposed problem is faster, at 2 rows 3 to 6 times."""
@@ -79,8 +82,34 @@ def norm_gated_linear(
             return streamed_linear(normed, weight, stream, gated=True), total
         if is_skinny(x, weight):
             return skinny_linear(x, weight, residual=residual, norm_weight=norm_weight, eps=eps, gated=True)
+        if can_be_gated(x, weight):
+            normed, total = _add_norm(x, residual, norm_weight, eps)
+            return tiled_gated_linear(normed, weight), total
     gate_up, total = norm_linear(x, residual, norm_weight, eps, weight, bias, streams=streams)
     return silu_and_mul(gate_up), total
+
+
+def norm_heads_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    heads: HeadPlaces,
+    *,
+    streams: Streams = NO_STREAMS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (rotary_and_store of norm_linear's result, x + residual): queries [T, H, D] for attention.
+
+    weight: [(H + 2 * K) * D, size], rows of queries, then of keys, then of values.
+    """
+    tiling = heads_tiling(x, weight, heads)
+    if tiling is not None and stream_of(x, streams) is None:
+        normed, total = _add_norm(x, residual, norm_weight, eps)
+        return tiled_heads_linear(normed, weight, bias, heads, tiling), total
+    qkv, total = norm_linear(x, residual, norm_weight, eps, weight, bias, streams=streams)
+    return rotary_and_store(qkv, heads), total
 
 
 def _add_norm(

@@ -6,6 +6,8 @@ in the paged cache.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -17,49 +19,46 @@ from paceline.kernels.rms_norm import rms_norm_reference
 _HEADS_PER_PROGRAM = 8
 
 
-def rotary_and_store(
-    qkv: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class HeadPlaces:
+    """What becomes of a step's T queries, keys and values: norm, rotation, and a place for keys and values."""
+
+    q_norm: torch.Tensor | None
+    """[D], the weight of a root-mean-square norm over each query head; None where the model has none."""
+    k_norm: torch.Tensor | None
+    """The same of each key head; both or neither."""
+    eps: float
+    """Of these norms."""
+    positions: torch.Tensor
+    """[T] int32."""
+    cos_sin: torch.Tensor
+    """[P, D_rot] float32: cosines in the first D_rot / 2 columns and sines in the others. Dimension i < D_rot / 2 of a
+    head turns with dimension i + D_rot / 2, and those from D_rot on stay."""
+    k_cache: torch.Tensor
+    """[NB, BS, K, D], contiguous, as v_cache is."""
+    v_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    """[T] int64, block_id * BS + offset; no slot twice; -1 stores nothing."""
+
+
+def rotary_and_store(qkv: torch.Tensor, heads: HeadPlaces) -> torch.Tensor:
     """Return the queries [T, H, D] ready for attention; keys and values go to their places in the caches.
 
-    qkv: [T, (H + 2 * K) * D], contiguous: heads of queries, then of keys, then of values. q_norm, k_norm: [D], weights
-    of a root-mean-square norm over each head, both or neither. positions: [T] int32. cos_sin: [P, D_rot] float32,
-    cosines in the first D_rot / 2 columns and sines in the others; dimension i < D_rot / 2 of a head turns with
-    dimension i + D_rot / 2, and those from D_rot on stay. k_cache, v_cache: [NB, BS, K, D], contiguous. slot_mapping:
-    [T] int64, block_id * BS + offset; no slot twice; -1 stores nothing.
+    qkv: [T, (H + 2 * K) * D], contiguous: heads of queries, then of keys, then of values.
     """
-    if qkv.is_cuda:
-        return rotary_and_store_triton(qkv, q_norm, k_norm, eps, positions, cos_sin, k_cache, v_cache, slot_mapping)
-    return rotary_and_store_reference(qkv, q_norm, k_norm, eps, positions, cos_sin, k_cache, v_cache, slot_mapping)
+    return rotary_and_store_triton(qkv, heads) if qkv.is_cuda else rotary_and_store_reference(qkv, heads)
 
 
-def rotary_and_store_reference(
-    qkv: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> torch.Tensor:
+def rotary_and_store_reference(qkv: torch.Tensor, heads: HeadPlaces) -> torch.Tensor:
     """`rotary_and_store` in plain PyTorch."""
-    kv_heads, head_dim = k_cache.shape[2:]
-    heads = qkv.unflatten(-1, (-1, head_dim))
-    query, key, value = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    if q_norm is not None and k_norm is not None:
-        query, key = rms_norm_reference(query, q_norm, eps), rms_norm_reference(key, k_norm, eps)
-    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-    store_kv(rotate(key, cos, sin), value, k_cache, v_cache, slot_mapping)
+    kv_heads, head_dim = heads.k_cache.shape[2:]
+    apart = qkv.unflatten(-1, (-1, head_dim))
+    query, key, value = apart.split((apart.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    if heads.q_norm is not None and heads.k_norm is not None:
+        query = rms_norm_reference(query, heads.q_norm, heads.eps)
+        key = rms_norm_reference(key, heads.k_norm, heads.eps)
+    cos, sin = heads.cos_sin.index_select(0, heads.positions).unsqueeze(1).chunk(2, dim=-1)
+    store_kv(rotate(key, cos, sin), value, heads.k_cache, heads.v_cache, heads.slot_mapping)
     return rotate(query, cos, sin)
 
 
@@ -82,46 +81,35 @@ def store_kv(
     v_cache.view(-1, *value.shape[1:]).index_copy_(0, slot_mapping, value)
 
 
-def rotary_and_store_triton(
-    qkv: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> torch.Tensor:
+def rotary_and_store_triton(qkv: torch.Tensor, heads: HeadPlaces) -> torch.Tensor:
     """`rotary_and_store` by a Triton kernel."""
     num_tokens = qkv.shape[0]
-    kv_heads, head_dim = k_cache.shape[2:]
-    heads = qkv.shape[1] // head_dim
-    query = torch.empty((num_tokens, heads - 2 * kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    half = cos_sin.shape[1] // 2
-    norm = q_norm is not None
+    kv_heads, head_dim = heads.k_cache.shape[2:]
+    num_heads = qkv.shape[1] // head_dim
+    query = torch.empty((num_tokens, num_heads - 2 * kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    half = heads.cos_sin.shape[1] // 2
     pdl = dependent_launch(qkv.device)
     launch(
         _rotary_and_store_kernel,
-        (num_tokens, -(-heads // _HEADS_PER_PROGRAM)),
+        (num_tokens, -(-num_heads // _HEADS_PER_PROGRAM)),
         qkv,
-        q_norm if norm else qkv,
-        k_norm if norm else qkv,
-        positions,
-        cos_sin,
-        slot_mapping,
+        qkv if heads.q_norm is None else heads.q_norm,
+        qkv if heads.k_norm is None else heads.k_norm,
+        heads.positions,
+        heads.cos_sin,
+        heads.slot_mapping,
         query,
-        k_cache,
-        v_cache,
-        eps,
-        heads - 2 * kv_heads,
+        heads.k_cache,
+        heads.v_cache,
+        heads.eps,
+        num_heads - 2 * kv_heads,
         kv_heads,
         head_dim,
         half,
         _HEADS_PER_PROGRAM,
         1 << (half - 1).bit_length(),
         1 << (head_dim - 2 * half - 1).bit_length() if head_dim > 2 * half else 0,
-        norm,
+        heads.q_norm is not None,
         pdl,
         num_warps=4,
         dependent=pdl,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paceline.kernels.paged_attention import paged_attention
-from paceline.kernels.rotary_and_store import rotary_and_store
+from paceline.kernels.rotary_and_store import HeadPlaces
 from paceline.model.communicator import Communicator
 from paceline.model.config import ModelConfig
 from paceline.model.context import StepContext
@@ -69,19 +69,18 @@ class Attention(nn.Module):
 
         Stores the tokens' keys and values in the layer's cache.
         """
-        qkv, residual = self.qkv_proj(norm, hidden, residual)
         key_cache, value_cache = ctx.kv_caches[self._layer_index]
-        query = rotary_and_store(
-            qkv,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            norm.eps,
-            ctx.positions,
-            cos_sin,
-            key_cache,
-            value_cache,
-            ctx.slot_mapping,
+        heads = HeadPlaces(
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            eps=norm.eps,
+            positions=ctx.positions,
+            cos_sin=cos_sin,
+            k_cache=key_cache,
+            v_cache=value_cache,
+            slot_mapping=ctx.slot_mapping,
         )
+        query, residual = self.qkv_proj.to_heads(norm, hidden, residual, heads)
         attended = paged_attention(
             query,
             key_cache,

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from paceline.kernels.linear import linear, norm_gated_linear, norm_linear
+from paceline.kernels.linear import linear, norm_gated_linear, norm_heads_linear, norm_linear
+from paceline.kernels.rotary_and_store import HeadPlaces
 from paceline.kernels.streamed_linear import NO_STREAMS
 from paceline.model.communicator import Communicator
 from paceline.model.norm import RMSNorm
@@ -64,6 +65,14 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         kv_span = kv_heads.times(head_dim)
         spans: dict[ShardId, Span] = {"q": query_heads.times(head_dim), "k": kv_span, "v": kv_span}
         super().__init__(in_features, spans, bias=bias, dtype=dtype)
+
+    def to_heads(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, heads: HeadPlaces
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(queries [T, H, D] for attention of norm(x + residual), x + residual); keys and values go to the caches."""
+        return norm_heads_linear(
+            x, residual, norm.weight, norm.eps, self.weight, self.bias, heads, streams=self.streams
+        )
 
 
 class RowParallelLinear(nn.Module):

@@ -26,11 +26,12 @@ from paceline.kernels.paged_decode_attention import paged_decode_attention_trito
 from paceline.kernels.paged_prefill_attention_triton import paged_prefill_attention_triton
 from paceline.kernels.prepare_inputs import prepare_inputs
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm
-from paceline.kernels.rotary_and_store import rotary_and_store
+from paceline.kernels.rotary_and_store import HeadPlaces, rotary_and_store
 from paceline.kernels.silu_and_mul import silu_and_mul
 from paceline.kernels.skinny_linear import skinny_linear
 from paceline.kernels.store_runs import store_runs
 from paceline.kernels.streamed_linear import Stream, cuts_of, make_exchange, streamed_linear
+from paceline.kernels.tiled_linear import heads_tiling, tiled_gated_linear, tiled_heads_linear
 from paceline.kernels.top_k_top_p import filter_logits
 
 MAX_SHARED_BYTES = 227 * 1024
@@ -54,6 +55,11 @@ STREAMED = (
     (384, 1024, True),
     (6144, 2048, False),
     (12288, 4096, True),
+)
+TILED = (
+    # Rows, inner dimension, heads, KV heads, head dimension, norm, bias: in tiles of 256 columns, then of 128.
+    (8192, 4096, 32, 8, 128, True, False),
+    (8192, 896, 14, 2, 64, False, True),
 )
 STREAMED_VARIANTS = 2 * 5 + 2 * 6 + 5 + 1
 
@@ -112,6 +118,9 @@ def call_all() -> None:
     for columns, size, gated in STREAMED:
         call_streamed(columns, size, gated)
     streamed_with_bias(1000, 1000)
+    tiled_gated_linear(tensor(8192, 1024), tensor(6144, 1024))
+    for shape in TILED:
+        call_tiled(*shape)
     for num_rows in (1, 256):
         settings = floats(SLOTS), tensor(SLOTS, dtype=torch.int64), ints(SLOTS), ints(num_rows)
         gumbel_argmax(tensor(num_rows, 151936), *settings, 0, 151936, ints(SLOTS))
@@ -120,17 +129,9 @@ def call_all() -> None:
 
 def call_attention(heads: int, kv_heads: int, head_dim: int, *, rotated: int, with_norm: bool) -> None:
     num_tokens, num_rows = 64, 4
-    caches = [tensor(NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_dim) for _ in range(2)]
-    query = rotary_and_store(
-        tensor(num_tokens, (heads + 2 * kv_heads) * head_dim),
-        tensor(head_dim) if with_norm else None,
-        tensor(head_dim) if with_norm else None,
-        1e-6,
-        ints(num_tokens),
-        floats(MAX_LEN, rotated),
-        *caches,
-        tensor(num_tokens, dtype=torch.int64),
-    )
+    heads_places = places_of(num_tokens, kv_heads, head_dim, rotated, with_norm)
+    query = rotary_and_store(tensor(num_tokens, (heads + 2 * kv_heads) * head_dim), heads_places)
+    caches = heads_places.k_cache, heads_places.v_cache
     rows = {
         "block_tables": ints(SLOTS, MAX_LEN // BLOCK_SIZE),
         "row_slots": ints(num_rows),
@@ -142,6 +143,30 @@ def call_attention(heads: int, kv_heads: int, head_dim: int, *, rotated: int, wi
     paged_prefill_attention_triton(query, *caches, **rows, scale=0.1, out=query)
     work = plan_decode(rows["query_start"], rows["seq_lens"], kv_heads)
     paged_decode_attention_triton(query, *caches, **rows, scale=0.1, out=query, work=work)
+
+
+def places_of(num_tokens: int, kv_heads: int, head_dim: int, rotated: int, with_norm: bool) -> HeadPlaces:
+    return HeadPlaces(
+        q_norm=tensor(head_dim) if with_norm else None,
+        k_norm=tensor(head_dim) if with_norm else None,
+        eps=1e-6,
+        positions=ints(num_tokens),
+        cos_sin=floats(MAX_LEN, rotated),
+        k_cache=tensor(NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_dim),
+        v_cache=tensor(NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_dim),
+        slot_mapping=tensor(num_tokens, dtype=torch.int64),
+    )
+
+
+def call_tiled(
+    num_rows: int, size: int, heads: int, kv_heads: int, head_dim: int, with_norm: bool, with_bias: bool
+) -> None:
+    x, weight = tensor(num_rows, size), tensor((heads + 2 * kv_heads) * head_dim, size)
+    places = places_of(num_rows, kv_heads, head_dim, head_dim, with_norm)
+    tiling = heads_tiling(x, weight, places)
+    if tiling is None:
+        raise RuntimeError(f"a product for {heads} heads of {num_rows} rows is not tiled")
+    tiled_heads_linear(x, weight, tensor(weight.shape[0]) if with_bias else None, places, tiling)
 
 
 def call_linear(num_rows: int, columns: int, size: int, with_norm: bool, gated: bool) -> None:

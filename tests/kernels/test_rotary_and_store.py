@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from paceline.kernels.rotary_and_store import rotary_and_store_reference, rotary_and_store_triton
+from paceline.kernels.rotary_and_store import HeadPlaces, rotary_and_store_reference, rotary_and_store_triton
 
 _NAN = float("nan")
 
@@ -23,7 +23,9 @@ def test_reference_is_the_rotation_of_transformers() -> None:
     cos_sin = table(32, 16)
     caches = torch.full((2, 4, 8, 2, 16), _NAN)
     slots = torch.tensor([9, 0, 31, -1, 8])
-    query = rotary_and_store_reference(qkv, None, None, 1e-6, positions, cos_sin, caches[0], caches[1], slots)
+    query = rotary_and_store_reference(
+        qkv, HeadPlaces(None, None, 1e-6, positions, cos_sin, caches[0], caches[1], slots)
+    )
     q, k, v = qkv.view(5, 8, 16).split((4, 2, 2), dim=1)
     cos, sin = (part[positions].repeat(1, 2) for part in cos_sin.chunk(2, dim=-1))
     expected_q, expected_k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
@@ -57,11 +59,13 @@ def test_kernel(
     cos_sin = table(100, rotated)
     caches = torch.full((2, 3, 16, kv_heads, head_dim), _NAN, dtype=dtype)
     expected_caches = caches.clone()
-    expected = rotary_and_store_reference(qkv, *weights, 1e-6, positions, cos_sin, *expected_caches, slots)
+    places = HeadPlaces(*weights, 1e-6, positions, cos_sin, *expected_caches, slots)
+    expected = rotary_and_store_reference(qkv, places)
     caches = caches.to(device)
     on_device = (None if weight is None else weight.to(device) for weight in weights)
     tables = positions.to(device), cos_sin.to(device)
-    query = rotary_and_store_triton(qkv.to(device), *on_device, 1e-6, *tables, *caches, slots.to(device))
+    places = HeadPlaces(*on_device, 1e-6, *tables, *caches, slots.to(device))
+    query = rotary_and_store_triton(qkv.to(device), places)
     # A rotated value is a difference of two rounded ones, which may nearly cancel.
     roundings = 4 if dtype == torch.bfloat16 else 8
     eps = torch.finfo(dtype).eps
@@ -80,6 +84,6 @@ def test_slots_far_into_a_large_cache() -> None:
     qkv = torch.randn(1, 10 * 128 + 8 * 128, device="cuda").to(torch.bfloat16)
     slot = torch.tensor([num_blocks * 16 - 1], device="cuda")
     zero = torch.zeros(1, dtype=torch.int32, device="cuda")
-    rotary_and_store_triton(qkv, None, None, 1e-6, zero, table(4, 128).cuda(), *caches, slot)
+    rotary_and_store_triton(qkv, HeadPlaces(None, None, 1e-6, zero, table(4, 128).cuda(), *caches, slot))
     assert torch.equal(caches[1].view(-1, 1024)[-1], qkv[0, -1024:])
     assert torch.equal(caches[0].view(-1, 1024)[-1], qkv[0, -2048:-1024])

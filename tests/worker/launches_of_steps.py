@@ -41,8 +41,10 @@ MODEL = HEADS | {
     "tie_word_embeddings": True,
 }
 
-PROMPTS = StepShape(5000, 1, has_prefills=True, has_decodes=False)
-"""A step that has no graph, where the host knows that no row decodes."""
+
+def prompts_of(worker: Worker) -> StepShape:
+    """A step that has no graph, where the host knows that no row decodes."""
+    return StepShape(worker._config.max_batched_tokens - 1, 1, has_prefills=True, has_decodes=False)
 
 
 class Hopper:
@@ -113,7 +115,8 @@ def launch_all_steps(worker: Worker) -> None:
     """Steps of every shape that has a graph, and some that have none; draws and filters by rules of any rows."""
     most = worker.state.num_slots
     shapes = GraphShapes(most, worker._config.max_batched_tokens).all()
-    for shape in [*shapes, StepShape(5000, 1, True), StepShape(5001, most, True), PROMPTS]:
+    tokens = worker._config.max_batched_tokens - 1
+    for shape in [*shapes, StepShape(tokens, 1, True), StepShape(tokens, most, True), prompts_of(worker)]:
         worker._launch_step(shape)
     for num_rows in sorted({1, min(3, most), most // 3 + 1, most}):
         logits = torch.empty((num_rows, worker._model.vocab.padded), dtype=torch.float32, device=GPU)
@@ -131,7 +134,7 @@ def check(engine: EngineConfig, num_ranks: int = 1, *, streamed: bool = True, **
     missed = noted(lambda: launch_all_steps(worker)) - compiled
     if missed:
         raise RuntimeError("the start does not compile:\n" + "\n".join(sorted(missed)))
-    too_many = [name for name in noted(lambda: worker._launch_step(PROMPTS)) if "decode" in name]
+    too_many = [name for name in noted(lambda: worker._launch_step(prompts_of(worker))) if "decode" in name]
     if too_many:
         raise RuntimeError("a step of prompts alone launches:\n" + "\n".join(too_many))
     print(f"{len(compiled)} variants, {sum('streamed_kernel' in name for name in compiled)} of streamed products")
@@ -144,7 +147,7 @@ def main() -> None:
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
     torch.cuda.get_device_properties = lambda device=None: properties
     for slots in (1, 21, 250):
-        check(EngineConfig(model="", max_num_seqs=slots, max_batched_tokens=2048, max_model_len=2000))
+        check(EngineConfig(model="", max_num_seqs=slots, max_batched_tokens=8192, max_model_len=2000))
     small = EngineConfig(model="", max_num_seqs=50, max_batched_tokens=300, max_model_len=500)
     check(small, streamed=False)
     check(small, vocab_size=49152, head_dim=80)
