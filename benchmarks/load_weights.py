@@ -7,8 +7,9 @@ Writes the checkpoint to --folder first (16.4 GB, kept for the next run), which 
 has as many threads as the loader and reads pieces of the same size into memory that it throws away; what the bus to one
 GPU takes for the same bytes stands beside it, since no load is faster than the slower of both. `cold` is after the
 system was asked to forget the files (the storage column says how much then came from the disk), `warm` after they were
-read once. Each rank is a process of its own, on a GPU of its own where there are enough. Several sizes and numbers of
-threads stand at the end once more, the fastest first.
+read once. Each rank is a process of its own, on a GPU of its own where there are enough, and keeps what it loaded with
+until all have loaded, as an engine's ranks do. Several sizes and numbers of threads stand at the end once more, the
+fastest first.
 
 Below a warm load stands what its time went to. What was read counts both what the rank asked of the system (rchar) and
 what it copied from mapped files.

@@ -32,8 +32,9 @@ def choose(readers: int, piece_mib: int, spare_buffers: int) -> None:
 def load_as_rank(
     connection: Connection, folder: str, device_name: str, settings: tuple[int, int, int], rank: int, size: int
 ) -> None:
-    """Say that all is ready, wait for the word, load, say what it took, in JSON, and wait for the word to end.
+    """Say that all is ready, wait for the word, load, say what it took, in JSON, and wait for the word to let go.
 
+    That comes once all ranks have loaded: as in an engine, none holds up another by giving back what it loaded with.
     settings: what `choose` takes.
     """
     choose(*settings)
@@ -47,22 +48,23 @@ def load_as_rank(
     connection.send_bytes(b"ready")
     connection.recv_bytes()
     before, start = counters(), time.perf_counter()
-    model = weights.load_model(folder, config, comm, device, torch.bfloat16, max_model_len=4096)
-    loaded = time.perf_counter()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    end = time.perf_counter()
-    after = counters()
-    result = {
-        "rank": rank,
-        "seconds": end - start,
-        "bytes": sum(parameter.nbytes for parameter in model.parameters()),
-        "read": after["rchar"] - before["rchar"] + sum(mapped),
-        "storage": after["read_bytes"] - before["read_bytes"],
-        "phases": phases(watch, end - start, end - loaded, staging.num_readers(size)),
-    }
-    connection.send_bytes(json.dumps(result).encode())
-    connection.recv_bytes()  # while a process ends, the driver holds up those of the others that still load
+    with staging.StagingMemory(device, size) as memory:
+        model = weights.load_model(folder, config, comm, memory, torch.bfloat16, max_model_len=4096)
+        loaded = time.perf_counter()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        end = time.perf_counter()
+        after = counters()
+        result = {
+            "rank": rank,
+            "seconds": end - start,
+            "bytes": sum(parameter.nbytes for parameter in model.parameters()),
+            "read": after["rchar"] - before["rchar"] + sum(mapped),
+            "storage": after["read_bytes"] - before["read_bytes"],
+            "phases": phases(watch, end - start, end - loaded, memory.readers),
+        }
+        connection.send_bytes(json.dumps(result).encode())
+        connection.recv_bytes()
 
 
 def counters() -> dict[str, int]:

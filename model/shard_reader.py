@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -51,13 +51,13 @@ class ShardReader:
     def __init__(
         self,
         copies: Sequence[Copy],
-        device: torch.device,
         staging: StagingMemory,
         coverage: Coverage,
         stop: StopFlag,
         on_bytes: Callable[[int], object],
     ) -> None:
         """coverage is told of all writes at the end; on_bytes of new bytes now and then, by the caller's thread."""
+        device = staging.device
         # Copies come after what the caller has begun, and what readers compute on the device before they are copied.
         self._stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
         self._checks = None if device.type == "cpu" else torch.cuda.Stream(device)
@@ -71,7 +71,7 @@ class ShardReader:
         self._queue = deque((transfer, *run) for transfer in self._transfers for run in transfer.runs)
         # A piece is larger than PIECE_BYTES where a single row is.
         largest = max((transfer.row_bytes * transfer.runs[0][1] for transfer in self._transfers), default=0)
-        self._readers = staging.readers
+        self._staging = staging
         self._slots = deque(_Slot(buffer, self._stream) for buffer in staging.buffers(largest))
         """In the order in which what is in them will have left them; never empty, since each reader takes one."""
         self._one_at_a_time = threading.Lock()
@@ -101,18 +101,18 @@ class ShardReader:
         return [fault for _, fault in sorted(self._faults.items())]
 
     def _read_in_threads(self) -> None:
-        with ThreadPoolExecutor(self._readers, thread_name_prefix="read-weights") as pool:
-            futures = [pool.submit(self._read) for _ in range(self._readers)]
-            try:
-                while wait(futures, LOOK_EVERY_S).not_done:
-                    self._tell()
-                    self._check()
-            except BaseException:
-                self._abandoned = True
-                raise
+        try:
+            readers = self._staging.read(self._read)
+            while wait(readers, LOOK_EVERY_S).not_done:
+                self._tell()
+                self._check()
+        except BaseException:
+            self._abandoned = True
+            self._staging.end_reading()  # the caller closes the files
+            raise
         self._tell()
-        for future in futures:
-            future.result()
+        for reader in readers:
+            reader.result()
 
     def _tell(self) -> None:
         self._on_bytes(sum(self._untold.popleft() for _ in range(len(self._untold))))

@@ -1,9 +1,10 @@
-"""Host memory that the pieces of a checkpoint pass through on their way to parameters."""
+"""What a rank reads a checkpoint with: memory that pieces pass through on their way to parameters, and threads."""
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -22,17 +23,22 @@ Buffer = Future[torch.Tensor]
 
 
 class StagingMemory:
-    """Buffers that a rank's readers share, pinned where the device is a GPU; a context, after which nobody uses them.
+    """Buffers of one rank, pinned where its device is a GPU, and the threads that read into them; a context.
 
-    To pin memory takes tens of milliseconds for all of them. So it is begun here, for pieces of the usual size, in a
-    thread of its own; one by one, so that readers start as soon as there is one.
+    The ranks of a host leave it together, once each has loaded or failed: while one ends threads and unpins memory, the
+    system and the driver hold up those that still read.
+
+    To pin memory takes tens of milliseconds for all of it. So it is begun here, for pieces of the usual size, in a
+    thread of its own; buffer by buffer, so that readers start as soon as there is one.
     """
 
-    def __init__(self, device: torch.device, readers: int) -> None:
-        self.readers = readers
-        self._device = device
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        """The device of this rank, which is one of so many of this host."""
+        self.device = device
+        self.readers = num_readers(ranks)
         self._pinned: list[torch.Tensor] = []
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="pin-memory")
+        self._reading = ThreadPoolExecutor(self.readers, thread_name_prefix="read-weights")
+        self._pinning = ThreadPoolExecutor(1, thread_name_prefix="pin-memory")
         self._usual_bytes = PIECE_BYTES
         self._usual = self._begin(self._usual_bytes)
 
@@ -40,9 +46,11 @@ class StagingMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end_reading()
+        self._usual.clear()
         # It takes as long as to pin, and nobody needs to wait for it; an error, which nobody asks for, is logged.
-        self._worker.submit(self._unpin).add_done_callback(Future.result)
-        self._worker.shutdown(wait=False)
+        self._pinning.submit(self._unpin).add_done_callback(Future.result)
+        self._pinning.shutdown(wait=False)
 
     def buffers(self, size: int) -> list[Buffer]:
         """One for each of the readers and SPARE_BUFFERS, each of at least that size in bytes.
@@ -51,26 +59,34 @@ class StagingMemory:
         """
         return self._usual if size <= self._usual_bytes else self._begin(size)
 
+    def read(self, work: Callable[[], None]) -> list[Future[None]]:
+        """Have each reader do this."""
+        return [self._reading.submit(work) for _ in range(self.readers)]
+
+    def end_reading(self) -> None:
+        """Wait until no reader is at work; none begins any more."""
+        self._reading.shutdown(cancel_futures=True)
+
     def _begin(self, size: int) -> list[Buffer]:
         size = -(-size // _HUGE_PAGE) * _HUGE_PAGE
-        return [self._worker.submit(self._allocate, size) for _ in range(self.readers + SPARE_BUFFERS)]
+        return [self._pinning.submit(self._allocate, size) for _ in range(self.readers + SPARE_BUFFERS)]
 
     def _allocate(self, size: int) -> torch.Tensor:
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return torch.empty(size, dtype=torch.uint8)
         # Not torch's pinned memory, which has small pages: to pin them takes longer, and so do reads into them.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # of a system without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        with torch.cuda.device(self._device):  # another thread's choice does not count here
+        with torch.cuda.device(self.device):  # another thread's choice does not count here
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
         self._pinned.append(buffer)
         return buffer
 
     def _unpin(self) -> None:
         for buffer in self._pinned:
-            with torch.cuda.device(self._device):
+            with torch.cuda.device(self.device):
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
         self._pinned.clear()
 

@@ -31,7 +31,7 @@ from paceline.model.ledger import Assignment, Ledger, sharded_parameters, tensor
 from paceline.model.parameter import Copy, ShardedParameter
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_reader import ShardReader, StopFlag
-from paceline.model.staging import StagingMemory, num_readers
+from paceline.model.staging import StagingMemory
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +43,16 @@ def load_model(
     folder: Path | str,
     config: ModelConfig,
     comm: Communicator,
-    device: torch.device,
+    staging: StagingMemory,
     dtype: torch.dtype,
     *,
     max_model_len: int,
     load_format: str = "safetensors",
     stop: StopFlag | None = None,
 ) -> CausalLM:
-    """This rank's shard of the model, on its device and ready to run.
+    """This rank's shard of the model, on the device of the staging memory and ready to run.
+
+    The staging memory is used once. Whoever loads beside other ranks leaves its context when all are through.
 
     load_format `dummy` takes random weights, the same at any number of ranks, and reads no file. `stop` is set once
     this rank meets a fault in the elements it reads, and ends the reading soon once another rank has set it.
@@ -58,16 +60,15 @@ def load_model(
     Raises CheckpointError with all faults of the checkpoint in one line, LoadingStopped where only other ranks met
     any, and ModelConfigError where the rope type does not reach max_model_len.
     """
-    with StagingMemory(device, num_readers(comm.size)) as staging:
-        if device.type == "cuda":  # takes the driver about as long as it takes to build the model
-            threading.Thread(target=get_ready, args=(device, dtype), name="get-ready").start()
-        model = MODEL_CLASSES[config.architecture](config, comm, dtype, max_model_len)
-        stop = stop or threading.Event()
-        if load_format == "dummy":
-            faults = _fill(model, _dummy_assignments(model, dtype, device), comm, device, staging, stop)
-        else:
-            with CheckpointFiles(Path(folder)) as files:
-                faults = _load_files(model, files, comm, device, dtype, staging, stop)
+    if staging.device.type == "cuda":  # takes the driver about as long as it takes to build the model
+        threading.Thread(target=get_ready, args=(staging.device, dtype), name="get-ready").start()
+    model = MODEL_CLASSES[config.architecture](config, comm, dtype, max_model_len)
+    stop = stop or threading.Event()
+    if load_format == "dummy":
+        faults = _fill(model, _dummy_assignments(model, dtype, staging.device), comm, staging, stop)
+    else:
+        with CheckpointFiles(Path(folder)) as files:
+            faults = _load_files(model, files, comm, dtype, staging, stop)
     if faults:
         shown = "; ".join(faults[:_MOST_FAULTS_SHOWN])
         more = f"; and {len(faults) - _MOST_FAULTS_SHOWN} more" if len(faults) > _MOST_FAULTS_SHOWN else ""
@@ -79,7 +80,6 @@ def _load_files(
     model: CausalLM,
     files: CheckpointFiles,
     comm: Communicator,
-    device: torch.device,
     dtype: torch.dtype,
     staging: StagingMemory,
     stop: StopFlag,
@@ -93,7 +93,7 @@ def _load_files(
         return faults
     if comm.rank == 0:
         _log_choices(files, ledger, dtype)
-    return _fill(model, ledger.assignments, comm, device, staging, stop) + files.cuts()
+    return _fill(model, ledger.assignments, comm, staging, stop) + files.cuts()
 
 
 def _dummy_assignments(model: CausalLM, dtype: torch.dtype, device: torch.device) -> list[Assignment]:
@@ -112,19 +112,18 @@ def _fill(
     model: CausalLM,
     assignments: Sequence[Assignment],
     comm: Communicator,
-    device: torch.device,
     staging: StagingMemory,
     stop: StopFlag,
 ) -> list[str]:
     """Take memory and read each parameter's parts into it; the faults met, none where each element was written once."""
-    _materialise(model, device)
+    _materialise(model, staging.device)
     parameters = sharded_parameters(model)
     copies = [copy for assignment in assignments for copy in _copies(parameters[assignment.parameter_name], assignment)]
     coverage = Coverage(model)
     total = sum(copy.num_bytes for copy in copies)
     start = time.perf_counter()
     with _progress_of(total, is_shown=comm.rank == 0 and sys.stderr.isatty()) as on_bytes:
-        faults = ShardReader(copies, device, staging, coverage, stop, on_bytes).run()
+        faults = ShardReader(copies, staging, coverage, stop, on_bytes).run()
     seconds = time.perf_counter() - start
     if comm.rank == 0 and not faults:
         logger.info("loaded %.3f GB in %.2f s (%.2f GB/s)", total / 1e9, seconds, total / 1e9 / seconds)

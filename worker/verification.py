@@ -13,6 +13,7 @@ from paceline.model.config import ModelConfig
 from paceline.model.decoder import CausalLM
 from paceline.model.shard_reader import StopFlag
 from paceline.model.shard_table import ModelPlan, plan_model
+from paceline.model.staging import StagingMemory
 from paceline.model.verify_forward import MAX_MODEL_LEN, TOLERANCE, compare_logits, probe_logits
 from paceline.model.verify_shards import CheckpointTensors, Difference, verify_shards
 from paceline.model.weights import load_model
@@ -65,7 +66,9 @@ class ShardVerifier:
         plan = plan_model(self.config, tp, self.dtype)
 
         def body(comm: Communicator) -> tuple[list[Difference], torch.Tensor | None]:
-            return self._check(self._load(comm, CPU, self.dtype), plan, comm, CPU)
+            with StagingMemory(CPU, tp) as staging:
+                model = self._load(comm, staging, self.dtype)
+            return self._check(model, plan, comm, CPU)
 
         differences, logits = run_simulated_ranks(tp, body)[0]
         return self._report(plan, differences, logits, CPU)
@@ -76,8 +79,8 @@ class ShardVerifier:
         Raises InputError on all ranks where the loading fails on one.
         """
         plan = plan_model(self.config, ranks.size, self.dtype)
-        with ranks.together() as stop:
-            model = self._load(ranks.communicator, ranks.device, self.dtype, stop)
+        with StagingMemory(ranks.device, ranks.size) as staging, ranks.together() as stop:
+            model = self._load(ranks.communicator, staging, self.dtype, stop)
         differences, logits = self._check(model, plan, ranks.communicator, ranks.device)
         del model  # makes room for the unsharded one
         report = None
@@ -87,9 +90,9 @@ class ShardVerifier:
         return report
 
     def _load(
-        self, comm: Communicator, device: torch.device, dtype: torch.dtype, stop: StopFlag | None = None
+        self, comm: Communicator, staging: StagingMemory, dtype: torch.dtype, stop: StopFlag | None = None
     ) -> CausalLM:
-        return load_model(self._folder, self.config, comm, device, dtype, max_model_len=MAX_MODEL_LEN, stop=stop)
+        return load_model(self._folder, self.config, comm, staging, dtype, max_model_len=MAX_MODEL_LEN, stop=stop)
 
     def _check(
         self, model: CausalLM, plan: ModelPlan, comm: Communicator, device: torch.device
@@ -105,7 +108,9 @@ class ShardVerifier:
         if logits is None:
             return ShardReport(plan, differences, checked=True)
         if self._unsharded is None:
-            self._unsharded = probe_logits(self._load(SingleRank(), device, torch.float32), SingleRank(), device)
+            with StagingMemory(device, 1) as staging:
+                model = self._load(SingleRank(), staging, torch.float32)
+            self._unsharded = probe_logits(model, SingleRank(), device)
         error, difference = compare_logits(logits, self._unsharded)
         found = [*differences, *([difference] if difference else [])]
         return ShardReport(plan, found, checked=True, forward_error=error)

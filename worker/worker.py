@@ -22,6 +22,7 @@ from paceline.model.garbage import without_collector
 from paceline.model.rope import check_max_model_len
 from paceline.model.shard_plan import ShardPlan
 from paceline.model.shard_reader import StopFlag
+from paceline.model.staging import StagingMemory
 from paceline.model.weights import load_model
 from paceline.worker.batch_state import BatchState, HostRows, StepShape
 from paceline.worker.memory import RankMemory, device_memory, size_cache
@@ -80,8 +81,8 @@ class Worker:
             compute_keys()  # beside what waits for files
         with ranks.together():
             self._read_config()
-        with ranks.together() as stop:
-            self._load(stop)
+        with StagingMemory(ranks.device, ranks.size) as staging, ranks.together() as stop:
+            self._load(staging, stop)
         if ranks.device.type == "cuda":
             with ranks.together():
                 self._tune_products()
@@ -106,12 +107,12 @@ class Worker:
         self._dtype = getattr(torch, name)
         self._plan = ShardPlan(self.model_config, self._ranks.size)
 
-    def _load(self, stop: StopFlag) -> None:
+    def _load(self, staging: StagingMemory, stop: StopFlag) -> None:
         self._model = load_model(
             Path(self._config.model),
             self.model_config,
             self._ranks.communicator,
-            self._ranks.device,
+            staging,
             self._dtype,
             load_format=self._config.load_format,
             max_model_len=self._max_model_len,

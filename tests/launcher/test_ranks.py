@@ -71,7 +71,10 @@ def answers(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 def test_the_default_model_equals_transformers(
     size: int, length: int, run_ranks: RunRanks, default_model: Path
 ) -> None:
-    """SmolLM2 has 9 heads and 3 KV heads, which 3 ranks share evenly; 4 ranks hold padded head groups."""
+    """SmolLM2 has 9 heads and 3 KV heads, which 3 ranks share evenly; 4 ranks hold padded head groups.
+
+    Its head is tied, as in field report B01.
+    """
     cases = REFERENCE["cases"]
     rules = {"temperature": 0, "max_tokens": length, "logprobs": 0}
     job = {

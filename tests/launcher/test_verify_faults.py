@@ -1,4 +1,7 @@
-"""Every fault of a checkpoint stops all of several real ranks, with one message that names tensor, file and rank."""
+"""Every fault of a checkpoint stops all of several real ranks, with one message that names tensor, file and rank.
+
+Field reports B08 and B11; tests/model/test_checkpoint_faults.py has more of each kind.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,11 @@ def write(name: str, content: bytes) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_bytes(content) and None
 
 
+def name_a_file_without_it(folder: Path) -> None:
+    index("other.safetensors")(folder)
+    save_file({NORM: torch.ones(64)}, folder / "other.safetensors")
+
+
 def cut(folder: Path) -> None:
     path = folder / "model.safetensors"
     os.truncate(path, path.stat().st_size - 1000)
@@ -101,6 +109,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         f"checkpoint FOLDER cannot be loaded: tensor {NORM} in model.safetensors holds inf at [5]",
     ),
     "absent file": (index("gone.safetensors"), "gone.safetensors cannot be opened: No such file or directory"),
+    "without the tensor": (name_a_file_without_it, f"puts tensor {Q_PROJ} into other.safetensors, which lacks it"),
     "outside the folder": (index("../gone.safetensors"), "names the file '../gone.safetensors', which is outside"),
     "absolute": (index("/gone.safetensors"), "names the file '/gone.safetensors', which is outside the folder"),
     "pickled": (index("pytorch_model.bin"), "which is not a .safetensors file"),
@@ -116,6 +125,7 @@ LOAD = """
     from paceline.coordinator.config import EngineConfig
     from paceline.coordinator.errors import InputError
     from paceline.model.config import ModelConfig
+    from paceline.model.staging import StagingMemory
     from paceline.model.weights import load_model
     from paceline.worker.ranks import RankGroup
 
@@ -123,10 +133,9 @@ LOAD = """
     messages = []
     for folder in sys.argv[1:]:
         try:
-            with ranks.together() as stop:
+            with StagingMemory(ranks.device, ranks.size) as staging, ranks.together() as stop:
                 config = ModelConfig.from_folder(folder)
-                comm, device = ranks.communicator, ranks.device
-                load_model(folder, config, comm, device, torch.float32, max_model_len=64, stop=stop)
+                load_model(folder, config, ranks.communicator, staging, torch.float32, max_model_len=64, stop=stop)
             messages.append("")
         except InputError as error:
             messages.append(str(error))
@@ -178,6 +187,7 @@ SLOW = """
     from paceline.coordinator.errors import InputError
     from paceline.model.checkpoint_files import StoredTensor
     from paceline.model.config import ModelConfig
+    from paceline.model.staging import StagingMemory
     from paceline.model.weights import load_model
     from paceline.worker.ranks import RankGroup
 
@@ -206,10 +216,10 @@ SLOW = """
 
     StoredTensor.read = slowly
     try:
-        with ranks.together() as stop:
-            config = ModelConfig.from_folder(sys.argv[1])
-            comm, device = ranks.communicator, ranks.device
-            load_model(sys.argv[1], config, comm, device, torch.float32, max_model_len=64, stop=Told(stop))
+        with StagingMemory(ranks.device, ranks.size) as staging, ranks.together() as stop:
+            folder, stop = sys.argv[1], Told(stop)
+            config = ModelConfig.from_folder(folder)
+            load_model(folder, config, ranks.communicator, staging, torch.float32, max_model_len=64, stop=stop)
     except InputError as error:
         message = str(error)
     line = {"rank": ranks.rank, "seen_at": Told.seen_at, "reads": reads}
@@ -234,6 +244,7 @@ def test_a_rank_that_still_reads_stops_soon_after_anothers_fault(
 def test_verify_and_its_ranks_end_with_one_line(
     damaged: Callable[[str, Callable[[Path], None]], Path],
 ) -> None:
+    """Field report B08: no rank waits for the one that failed."""
     folder = damaged("nan", put_element(Q_PROJ, (40, 3), float("nan")))
     command = [sys.executable, "-m", "paceline.launcher.start", "verify", str(folder), "--tp", "2"]
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}

@@ -13,6 +13,7 @@ from paceline.model.config import ModelConfig
 from paceline.model.context import KVCache, StepContext
 from paceline.model.decoder import CausalLM
 from paceline.model.shard_plan import ShardPlan
+from paceline.model.staging import StagingMemory
 from paceline.model.weights import load_model
 
 Steps = Sequence[Sequence[tuple[int, int]]]
@@ -85,7 +86,8 @@ def logits_of() -> Callable[..., list[torch.Tensor]]:
         steps = steps or [[(index, len(row)) for index, row in enumerate(rows)]]
 
         def body(comm: Communicator) -> list[torch.Tensor]:
-            model = load_model(folder, config, comm, torch.device("cpu"), torch.float32, max_model_len=64)
+            with StagingMemory(torch.device("cpu"), tp) as staging:
+                model = load_model(folder, config, comm, staging, torch.float32, max_model_len=64)
             paged = PagedRows(model, comm, rows)
             parts: list[list[torch.Tensor]] = [[] for _ in rows]
             for counts in steps:

@@ -20,6 +20,7 @@ from paceline.model.ledger import get_parameter, tensor_targets
 from paceline.model.parameter import expected_shape
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_table import plan_model
+from paceline.model.staging import StagingMemory
 from paceline.model.verify_forward import MAX_MODEL_LEN, compare_logits, probe_logits
 from paceline.model.verify_shards import CheckpointTensors, Difference, verify_shards
 from paceline.model.weights import load_model
@@ -65,7 +66,8 @@ def write(folder: Path, config: dict[str, Any], fused: bool) -> None:
 
 
 def load(folder: Path, config: ModelConfig, comm: Communicator) -> CausalLM:
-    return load_model(folder, config, comm, CPU, torch.float32, max_model_len=MAX_MODEL_LEN)
+    with StagingMemory(CPU, comm.size) as staging:
+        return load_model(folder, config, comm, staging, torch.float32, max_model_len=MAX_MODEL_LEN)
 
 
 @settings(max_examples=40, deadline=None)

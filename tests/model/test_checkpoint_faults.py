@@ -1,4 +1,7 @@
-"""A damaged checkpoint stops every rank with one line that names file and tensor; stray files change nothing."""
+"""A damaged checkpoint stops every rank with one line that names file and tensor; stray files change nothing.
+
+Field reports B08 (files absent, cut, pointers, wrong indexes and shapes), B09 (stray files) and B11 (quantised).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from paceline.model.communicator import Communicator, SingleRank, run_simulated_
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import CausalLM
 from paceline.model.errors import CheckpointError
+from paceline.model.staging import StagingMemory
 from paceline.model.weights import load_model
 
 ROW = [1, 5, 9]
@@ -27,7 +31,9 @@ GATE_PROJ = "model.layers.1.mlp.gate_proj.weight"
 
 def load(folder: Path, comm: Communicator | None = None, dtype: torch.dtype = torch.float32) -> CausalLM:
     config = ModelConfig.from_folder(folder)
-    return load_model(folder, config, comm or SingleRank(), torch.device("cpu"), dtype, max_model_len=64)
+    comm = comm or SingleRank()
+    with StagingMemory(torch.device("cpu"), comm.size) as staging:
+        return load_model(folder, config, comm, staging, dtype, max_model_len=64)
 
 
 def fault(folder: Path) -> str:
@@ -104,9 +110,10 @@ def test_a_checkpoint_stored_fused_gives_the_same_model(own_tiny: Callable, logi
 def test_files_that_the_index_does_not_name_are_not_read(
     own_tiny: Callable, logits_of: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Field report B09."""
     checkpoint = own_tiny()
-    split(checkpoint.folder)
-    stray = ["consolidated.safetensors", "model-00004-of-00004.safetensors", "adapter_model.safetensors"]
+    split(checkpoint.folder, parts=2)
+    stray = ["consolidated.safetensors", "model-00003-of-00003.safetensors", "adapter_model.safetensors"]
     save_file({Q_PROJ: torch.full((64, 64), 9.0)}, checkpoint.folder / stray[0])
     save_file({Q_PROJ: torch.full((64, 64), 9.0)}, checkpoint.folder / stray[1])
     (checkpoint.folder / stray[2]).write_bytes(b"not weights")
@@ -128,6 +135,7 @@ def test_harmless_extras_are_passed_over_and_said(own_tiny: Callable, caplog: py
 
 
 def test_a_file_that_is_not_there(own_tiny: Callable) -> None:
+    """Field report B08 (a)."""
     folder = own_tiny().folder
     paths = split(folder)
     paths[1].unlink()
@@ -137,6 +145,7 @@ def test_a_file_that_is_not_there(own_tiny: Callable) -> None:
 
 
 def test_a_file_cut_short(own_tiny: Callable) -> None:
+    """Field report B08 (b)."""
     folder = own_tiny().folder
     paths = split(folder)
     os.truncate(paths[1], paths[1].stat().st_size - 1000)
@@ -149,6 +158,7 @@ def test_a_file_cut_short(own_tiny: Callable) -> None:
 
 @pytest.mark.parametrize("indexed", [True, False])
 def test_a_git_lfs_pointer(indexed: bool, own_tiny: Callable) -> None:
+    """Field report B08 (c)."""
     folder = own_tiny().folder
     path = split(folder)[1] if indexed else folder / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 1000\n")
@@ -156,6 +166,7 @@ def test_a_git_lfs_pointer(indexed: bool, own_tiny: Callable) -> None:
 
 
 def test_an_index_that_puts_a_tensor_into_the_wrong_file(own_tiny: Callable) -> None:
+    """Field report B08 (d)."""
     folder = own_tiny().folder
     split(folder)
     here = json.loads((folder / INDEX_NAME).read_text())["weight_map"][Q_PROJ]
@@ -188,6 +199,7 @@ def test_an_index_that_is_a_git_lfs_pointer(own_tiny: Callable) -> None:
     ],
 )
 def test_quantisation_told_beside_config_json(name: str, content: str, method: str, own_tiny: Callable) -> None:
+    """Field report B11, where config.json says nothing."""
     folder = own_tiny().folder
     (folder / name).write_text(content)
     assert f"{name}: quantization {method!r} is not supported" in fault(folder)
@@ -218,6 +230,7 @@ def test_an_index_that_is_damaged(content: str, message: str, own_tiny: Callable
 
 
 def test_a_name_in_two_files_without_an_index(own_tiny: Callable) -> None:
+    """Field report B09."""
     folder = own_tiny().folder
     save_file({Q_PROJ: torch.zeros(64, 64)}, folder / "other.safetensors")
     assert f"tensor {Q_PROJ} is in both model.safetensors and other.safetensors" in fault(folder)
@@ -268,6 +281,40 @@ def test_tensors_that_do_not_fit(damage: Callable, message: str, own_tiny: Calla
     damage(content)
     save(folder, content)
     assert message in fault(folder)
+
+
+def test_a_wrong_shape_in_one_of_several_files(own_tiny: Callable) -> None:
+    """Field report B08 (e)."""
+    folder = own_tiny().folder
+    path = next(path for path in split(folder) if Q_PROJ in load_file(path))
+    save_file(load_file(path) | {Q_PROJ: torch.zeros(72, 64)}, path)
+    assert f"tensor {Q_PROJ} in {path.name} has shape [72, 64], not [64, 64]" in fault(folder)
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.bfloat16])
+def test_fp8_weights_without_a_word_in_config_json(stored: torch.dtype, own_tiny: Callable) -> None:
+    """Field report B11: neither the raw values nor, where a tool has cast them, their dropped scales."""
+    folder = own_tiny().folder
+    scale = Q_PROJ + "_scale_inv"
+    save(folder, tensors(folder) | {Q_PROJ: torch.zeros(64, 64, dtype=stored), scale: torch.ones(1, 1)})
+    message = fault(folder)
+    assert f"tensor {scale} in model.safetensors has no place in a LlamaForCausalLM (it belongs to a quant" in message
+    refused = f"tensor {Q_PROJ} in model.safetensors has type F8_E4M3" in message
+    assert refused == (stored == torch.float8_e4m3fn)
+
+
+def test_gptq_weights_without_a_word_in_config_json(own_tiny: Callable) -> None:
+    """Field report B11."""
+    folder = own_tiny().folder
+    content, name = tensors(folder), Q_PROJ.removesuffix("weight")
+    del content[Q_PROJ]
+    packed = {name + "qweight": (8, 64), name + "qzeros": (1, 8)}
+    content |= {each: torch.zeros(shape, dtype=torch.int32) for each, shape in packed.items()}
+    save(folder, content | {name + "scales": torch.ones(1, 64)})
+    message = fault(folder)
+    for ending in ("qweight", "qzeros", "scales"):
+        assert f"{name}{ending} in model.safetensors has no place in a LlamaForCausalLM (it belongs to a qu" in message
+    assert f"tensor {Q_PROJ} of shape [64, 64] is missing" in message
 
 
 def test_all_faults_are_reported_together(own_tiny: Callable) -> None:

@@ -105,6 +105,7 @@ def test_no_scaling(scaling: Any) -> None:
         ({"architectures": ["MistralForCausalLM"]}, "architecture 'MistralForCausalLM' is not supported"),
         ({"architectures": None}, "architectures must hold one of LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        # Field report B11.
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "quantization 'fp8'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization 'gptq'"),
         ({"use_sliding_window": True}, "use_sliding_window"),

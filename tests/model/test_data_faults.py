@@ -36,7 +36,9 @@ def load(
     folder: Path, comm: Communicator | None = None, dtype: torch.dtype = torch.float32, **options: Any
 ) -> CausalLM:
     config = ModelConfig.from_folder(folder)
-    return weights.load_model(folder, config, comm or SingleRank(), CPU, dtype, max_model_len=64, **options)
+    comm = comm or SingleRank()
+    with staging.StagingMemory(CPU, comm.size) as memory:
+        return weights.load_model(folder, config, comm, memory, dtype, max_model_len=64, **options)
 
 
 def change(folder: Path, name: str, place: tuple[int, ...], value: float) -> None:
@@ -354,5 +356,6 @@ def test_elements_may_be_written_in_any_order(own_tiny: Callable, monkeypatch: p
 
 
 def test_a_parameter_that_no_tensor_stands_for_is_not_passed_over(own_tiny: Callable) -> None:
+    """Field report B01: what nothing filled stops the start."""
     model = load(own_tiny().folder)
     assert f"parameter {NORM} of shape [64] got 0 of the 64 elements it needs" in Coverage(model).faults()

@@ -13,6 +13,7 @@ from paceline.model.config import FAMILIES, ModelConfig
 from paceline.model.context import StepContext
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_plan import ShardPlan
+from paceline.model.staging import StagingMemory
 from paceline.model.weights import load_model
 
 ROWS = [
@@ -51,6 +52,7 @@ def test_logits_equal_transformers(family: str, tp: int, steps: Any, tiny: Calla
 def test_biases_are_added_once_and_untied_heads_are_their_own(
     family: str, changes: dict[str, Any], tp: int, tiny: Callable, logits_of: Callable
 ) -> None:
+    """Field report B12; qwen2, whose biases are as large, is compared above."""
     checkpoint = tiny(family, **changes)
     assert_equals_transformers(checkpoint, logits_of(checkpoint.folder, tp, ROWS, MIXED), ROWS)
 
@@ -69,6 +71,7 @@ def test_biases_are_added_once_and_untied_heads_are_their_own(
 def test_fewer_kv_heads_than_ranks(
     family: str, tp: int, changes: dict[str, Any], tiny: Callable, logits_of: Callable
 ) -> None:
+    """Field report B05: heads are copied, or padded where neither number divides the other; each rank has one."""
     checkpoint = tiny(family, **changes)
     assert_equals_transformers(checkpoint, logits_of(checkpoint.folder, tp, ROWS, MIXED), ROWS)
     plan = ShardPlan(ModelConfig.from_folder(checkpoint.folder), tp)
@@ -76,10 +79,12 @@ def test_fewer_kv_heads_than_ranks(
 
 
 def test_a_copied_kv_head_has_the_same_keys_on_its_ranks(tiny: Callable, paged_rows: Any) -> None:
+    """Field report B05: its biases are copied with its weights."""
     config = ModelConfig.from_folder(tiny("qwen2").folder)
 
     def cache_of_first_layer(comm: Communicator) -> torch.Tensor:
-        model = load_model(tiny("qwen2").folder, config, comm, torch.device("cpu"), torch.float32, max_model_len=64)
+        with StagingMemory(torch.device("cpu"), comm.size) as staging:
+            model = load_model(tiny("qwen2").folder, config, comm, staging, torch.float32, max_model_len=64)
         paged = paged_rows(model, comm, ROWS)
         paged.step(WHOLE[0])
         return torch.stack(paged.kv_caches[0]).nan_to_num()
@@ -92,6 +97,7 @@ def test_a_copied_kv_head_has_the_same_keys_on_its_ranks(tiny: Callable, paged_r
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_vocabulary_that_does_not_divide(tp: int, tiny: Callable, logits_of: Callable) -> None:
+    """Field report B07; test_cut_vocabulary.py has what is sampled."""
     checkpoint = tiny("llama", vocab_size=259)
     rows = [[258, 257, 1], [0, 130, 258, 129]]
     assert_equals_transformers(checkpoint, logits_of(checkpoint.folder, tp, rows), rows)
@@ -99,10 +105,9 @@ def test_a_vocabulary_that_does_not_divide(tp: int, tiny: Callable, logits_of: C
 
 def test_only_the_rows_asked_for_get_logits(tiny: Callable) -> None:
     folder = tiny("llama").folder
-    model = load_model(
-        folder, ModelConfig.from_folder(folder), SingleRank(), torch.device("cpu"), torch.float32, max_model_len=64
-    )
-    config = model.config
+    config = ModelConfig.from_folder(folder)
+    with StagingMemory(torch.device("cpu"), 1) as staging:
+        model = load_model(folder, config, SingleRank(), staging, torch.float32, max_model_len=64)
 
     def logits(tokens: torch.Tensor | None) -> torch.Tensor:
         shape = (2, 4, config.num_key_value_heads, config.head_dim)

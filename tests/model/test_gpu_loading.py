@@ -15,6 +15,7 @@ from paceline.model.config import ModelConfig
 from paceline.model.errors import CheckpointError
 from paceline.model.pinned_copies import pinned_copies_on
 from paceline.model.registry import MODEL_CLASSES
+from paceline.model.staging import StagingMemory
 from paceline.model.weights import load_model
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +36,8 @@ def test_the_same_bits_as_on_the_cpu(
 
     def on(device: str) -> list[dict[str, torch.Tensor]]:
         def body(comm: Communicator) -> dict[str, torch.Tensor]:
-            model = load_model(folder, config, comm, torch.device(device), dtype, max_model_len=64)
+            with StagingMemory(torch.device(device), tp) as staging:
+                model = load_model(folder, config, comm, staging, dtype, max_model_len=64)
             return {name: parameter.data.cpu() for name, parameter in model.named_parameters()}
 
         return run_simulated_ranks(tp, body)
@@ -48,10 +50,11 @@ def test_the_same_bits_as_on_the_cpu(
 def test_copies_come_after_the_zeros_that_a_busy_stream_has_yet_to_write(tiny: Callable) -> None:
     folder = tiny("qwen2").folder
     config = ModelConfig.from_folder(folder)
-    expected = load_model(folder, config, SingleRank(), torch.device("cpu"), torch.bfloat16, max_model_len=64)
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with StagingMemory(torch.device("cpu"), 1) as staging:
+        expected = load_model(folder, config, SingleRank(), staging, torch.bfloat16, max_model_len=64)
+    with torch.cuda.stream(torch.cuda.Stream()), StagingMemory(torch.device("cuda"), 1) as staging:
         torch.cuda._sleep(500_000_000)  # cycles: a quarter of a second
-        model = load_model(folder, config, SingleRank(), torch.device("cuda"), torch.bfloat16, max_model_len=64)
+        model = load_model(folder, config, SingleRank(), staging, torch.bfloat16, max_model_len=64)
     torch.cuda.synchronize()
     for (name, parameter), (_, reference) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
         assert torch.equal(parameter.data.cpu(), reference.data), name
@@ -88,8 +91,9 @@ def test_values_that_are_not_finite_are_found_on_the_gpu(
     content[Q_PROJ][40, 3] = value
     save_file(content, folder / "model.safetensors")
     config = ModelConfig.from_folder(folder)
-    with pytest.raises(CheckpointError, match=re.escape(f"tensor {Q_PROJ} in model.safetensors {message}")):
-        load_model(folder, config, SingleRank(), torch.device("cuda"), dtype, max_model_len=64)
+    wanted = re.escape(f"tensor {Q_PROJ} in model.safetensors {message}")
+    with StagingMemory(torch.device("cuda"), 1) as staging, pytest.raises(CheckpointError, match=wanted):
+        load_model(folder, config, SingleRank(), staging, dtype, max_model_len=64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

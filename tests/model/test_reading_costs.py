@@ -18,6 +18,7 @@ from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.errors import CheckpointError
 from paceline.model.shard_reader import ShardReader
+from paceline.model.staging import StagingMemory
 from paceline.model.weights import load_model
 
 # 2 GiB in one file that takes no disk: its elements are a hole, which reads as zeros.
@@ -40,6 +41,7 @@ MEASURE = """
     from paceline.model.communicator import SingleRank
     from paceline.model.config import ModelConfig
     from paceline.model.mapped_columns import MappedFile
+    from paceline.model.staging import StagingMemory
     from paceline.model.weights import load_model
 
     folder, rank, size, dtype = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), getattr(torch, sys.argv[4])
@@ -61,7 +63,8 @@ MEASURE = """
 
     torch.ones(8).sum()
     peak, read = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, bytes_read()
-    model = load_model(folder, config, comm, torch.device("cpu"), dtype, max_model_len=64)
+    with StagingMemory(torch.device("cpu"), size) as staging:
+        model = load_model(folder, config, comm, staging, dtype, max_model_len=64)
     result = {
         "shard": sum(parameter.nbytes for parameter in model.parameters()),
         "read": bytes_read() - read,
@@ -155,7 +158,8 @@ def test_no_garbage_is_collected_meanwhile_since_that_lets_no_thread_run(
         return faults
 
     monkeypatch.setattr(ShardReader, "run", noted)
-    load_model(folder, config, SingleRank(), torch.device("cpu"), torch.float32, max_model_len=64)
+    with StagingMemory(torch.device("cpu"), 1) as staging:
+        load_model(folder, config, SingleRank(), staging, torch.float32, max_model_len=64)
     assert meanwhile == [[]]
 
 
@@ -167,13 +171,10 @@ def test_the_collector_is_left_as_it_was(
     folder = tiny("qwen2").folder
     config = ModelConfig.from_folder(folder)
     (gc.enable if enabled else gc.disable)()
-    with contextlib.nullcontext() if folder_exists else pytest.raises(CheckpointError):
-        load_model(
-            folder if folder_exists else tmp_path,
-            config,
-            SingleRank(),
-            torch.device("cpu"),
-            torch.float32,
-            max_model_len=64,
-        )
+    folder = folder if folder_exists else tmp_path
+    with (
+        StagingMemory(torch.device("cpu"), 1) as staging,
+        contextlib.nullcontext() if folder_exists else pytest.raises(CheckpointError),
+    ):
+        load_model(folder, config, SingleRank(), staging, torch.float32, max_model_len=64)
     assert gc.isenabled() == enabled

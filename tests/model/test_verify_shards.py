@@ -14,6 +14,7 @@ from paceline.model.communicator import Communicator, run_simulated_ranks
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import CausalLM
 from paceline.model.shard_table import plan_model
+from paceline.model.staging import StagingMemory
 from paceline.model.verify_shards import CheckpointTensors, Difference, verify_shards
 from paceline.model.weights import load_model
 
@@ -39,7 +40,8 @@ def differences(folder: Path, tp: int, damage: Damage, dtype: torch.dtype = torc
     plan = plan_model(config, tp, dtype)
 
     def body(comm: Communicator) -> list[Difference]:
-        model = load_model(folder, config, comm, CPU, dtype, max_model_len=8)
+        with StagingMemory(CPU, comm.size) as staging:
+            model = load_model(folder, config, comm, staging, dtype, max_model_len=8)
         damage(model, comm.rank)
         with CheckpointTensors(folder) as tensors:
             return verify_shards(model, plan, comm, tensors)
@@ -149,7 +151,8 @@ def test_a_plan_that_leaves_rows_out(folder: Path) -> None:
     plan = replace(plan, parameters=[replace(embedding, shards=shards)])
 
     def body(comm: Communicator) -> list[Difference]:
-        model = load_model(folder, config, comm, CPU, torch.float32, max_model_len=8)
+        with StagingMemory(CPU, comm.size) as staging:
+            model = load_model(folder, config, comm, staging, torch.float32, max_model_len=8)
         with CheckpointTensors(folder) as tensors:
             return verify_shards(model, plan, comm, tensors)
 

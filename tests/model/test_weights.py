@@ -17,6 +17,7 @@ from paceline.model.errors import CheckpointError
 from paceline.model.ledger import get_parameter, tensor_targets
 from paceline.model.parameter import Box, ShardedParameter, stack_shards
 from paceline.model.shard_plan import Span
+from paceline.model.staging import StagingMemory
 from paceline.model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -30,7 +31,9 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 def load_all(folder: object, config: ModelConfig, tp: int, load_format: str) -> list[CausalLM]:
     def body(comm: Communicator) -> CausalLM:
-        return load_model(str(folder), config, comm, CPU, torch.float32, max_model_len=64, load_format=load_format)
+        with StagingMemory(CPU, tp) as staging:
+            dtype = torch.float32
+            return load_model(str(folder), config, comm, staging, dtype, max_model_len=64, load_format=load_format)
 
     return run_simulated_ranks(tp, body)
 
@@ -64,6 +67,7 @@ def test_shards_put_together_are_the_checkpoint_bit_for_bit(family: str, tp: int
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_a_tied_head_is_the_embedding_shard_of_its_rank(tp: int, tiny: Callable) -> None:
+    """Field report B01."""
     folder = tiny("llama", vocab_size=259).folder
     for model in load_all(folder, ModelConfig.from_folder(folder), tp, "safetensors"):
         assert model.lm_head.weight is model.model.embed_tokens.weight

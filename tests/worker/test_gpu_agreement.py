@@ -15,6 +15,7 @@ import torch
 from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.context import StepContext
+from paceline.model.staging import StagingMemory
 from paceline.model.weights import load_model
 
 QWEN3_06B = {
@@ -65,10 +66,10 @@ MARGIN = 0.15
 def float32_logits(folder: Path, token_ids: Sequence[int], first: int) -> torch.Tensor:
     """Logits [T - first, vocab] of the CPU path in float32 with the bfloat16 weights, from position first on."""
     config = ModelConfig.from_folder(folder)
-    device = torch.device("cpu")
-    model = load_model(
-        folder, config, SingleRank(), device, torch.bfloat16, load_format="dummy", max_model_len=1024
-    ).float()
+    with StagingMemory(torch.device("cpu"), 1) as staging:
+        model = load_model(
+            folder, config, SingleRank(), staging, torch.bfloat16, load_format="dummy", max_model_len=1024
+        ).float()
     length = len(token_ids)
     blocks = -(-length // 16)
     shape = (blocks, 16, config.num_key_value_heads, config.head_dim)

@@ -17,6 +17,7 @@ from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import CausalLM
 from paceline.model.linear import GatedColumnParallelLinear, RowParallelLinear
+from paceline.model.staging import StagingMemory
 from paceline.model.weights import load_model
 from paceline.worker import product_tuning
 from paceline.worker.product_tuning import Layer, ProductTuner
@@ -27,8 +28,8 @@ from paceline.worker.tuning_cache import TuningCache
 def model(tiny: Callable[..., Any]) -> CausalLM:
     folder = tiny("qwen3").folder
     config = ModelConfig.from_folder(folder)
-    device = torch.device("cpu")
-    return load_model(folder, config, SingleRank(), device, torch.bfloat16, max_model_len=64)
+    with StagingMemory(torch.device("cpu"), 1) as staging:
+        return load_model(folder, config, SingleRank(), staging, torch.bfloat16, max_model_len=64)
 
 
 @pytest.fixture(autouse=True)
