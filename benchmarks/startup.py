@@ -7,7 +7,7 @@ Each start is a process of its own that imports paceline, loads the checkpoint f
 first one finds no compiled kernels and no measured products (`cold`), those after it find what it left (`warm`); the
 files are in the system's cache. --model is a checkpoint of random weights in the shape of a public model, written to
 the scratch folder first, with the tokenizer of --tokenizer where given: to read a large one takes a second. Parts that
-run within or beside others are indented.
+run within others are indented; the tokenizer is read within `kernels` where these are compiled, and else at the end.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TOTAL = "first token"
 PARTS = {
     "configuration": "_read_config",
     "weights": "_load",
-    "products": "_tune_products",
+    "kernels": "_choose_kernels",
+    "  compiled": "_compile_kernels",
     "warm-up": "_warm_up",
-    "  kernels": "_compile_kernels",
     "cache": "_make_caches",
     "graphs": "_capture_graphs",
 }

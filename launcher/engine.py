@@ -81,12 +81,13 @@ def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
         if ranks.rank == 0:
             check_model_config(Path(folder))  # for the tokenizer transformers reads it, and says less of what is wrong
     config = dataclasses.replace(config, model=ranks.exchange(folder)[0])
-    # Beside the model's load, which mostly waits for files and the GPU: a tokenizer takes a second or more.
-    reading = ranks.beside(functools.partial(Tokenizer, Path(config.model))) if ranks.rank == 0 else None
     devices = ranks.exchange(ranks.device_name)
-    worker = Worker(config, ranks)
+    # It takes a second or more, and in a thread slows down all that launches kernels or reads weights, since both give
+    # the interpreter away again and again: so it is read while this process waits for others, or else afterwards.
+    read_tokenizer = functools.cache(lambda: Tokenizer(Path(config.model)) if ranks.rank == 0 else None)
+    worker = Worker(config, ranks, meanwhile=read_tokenizer)
     with ranks.together():
-        tokenizer = None if reading is None else reading.result()
+        tokenizer = read_tokenizer()
     keep_all_that_is_here(ranks.device)
     shares = ranks.exchange(json.dumps(dataclasses.astuple(worker.memory)))
     if tokenizer is None:

@@ -6,7 +6,7 @@ next layer, and what a kernel gains by starting early is counted, as is what the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -49,6 +49,21 @@ class ProductTuner:
         for name in self.unknown:
             for bucket in self._streams[name]:
                 self._seconds(name, self._products[name][:1], bucket, _launch)
+
+    def ways(self) -> Iterator[None]:
+        """The layers' streams in turn so that steps of each turn together launch what steps of any choice launch.
+
+        Where all is known that is the choice alone; else all products are streamed wherever they can be, then nowhere.
+        """
+        if not self.unknown:
+            self.apply()
+            yield
+            return
+        for streams in (self._streams, dict.fromkeys(self._streams, NO_STREAMS)):
+            for name, layers in self._products.items():
+                for layer in layers:
+                    layer.streams = streams[name]
+            yield
 
     def measure(self, seconds: Measure) -> None:
         """Find the faster way of the unknown products, and keep it in the cache."""

@@ -6,10 +6,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,8 +23,6 @@ START_TIMEOUT = timedelta(hours=2)
 COLLECTIVE_TIMEOUT = timedelta(minutes=2)
 """A rank that stands still ends the others after this long."""
 STOP_POLL_S = 0.25
-
-Value = TypeVar("Value")
 
 
 class RankGroup:
@@ -50,9 +46,6 @@ class RankGroup:
         self.device = choose_device(config.device, self.local_rank, self.size)
         self._store: dist.Store | None = None
         self._exchanges = 0
-        self._stop: StopFlag = threading.Event()
-        """That of the phase which is or was the last."""
-        self._beside: Future[Any] | None = None
         self.communicator: Communicator = SingleRank()
         if self.size > 1:
             self.communicator = self._connect()
@@ -101,34 +94,15 @@ class RankGroup:
         stop: StopFlag = threading.Event()
         if self._store is not None:
             stop = _SharedFlag(self._store, f"paceline/stop/{self._exchanges}")
-        self._stop = stop
-        if self._error_beside() is not None:
-            stop.set()
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
             yield stop
         except (ValueError, OSError, torch.cuda.OutOfMemoryError, LoadingStopped) as caught:
             error = caught
             stop.set()
-        if error is None or isinstance(error, LoadingStopped):
-            error = self._error_beside() or error
         self._agree(error)
 
-    def beside(self, work: Callable[[], Value]) -> Future[Value]:
-        """Do something in a thread beside the phases that follow, once; it may not use a collective.
-
-        An error of it is one of the phase in which it comes, or of the next.
-        """
-        thread = ThreadPoolExecutor(1)
-        self._beside = result = thread.submit(work)
-        thread.shutdown(wait=False)
-        result.add_done_callback(lambda done: self._stop.set() if done.exception() is not None else None)
-        return result
-
-    def _error_beside(self) -> BaseException | None:
-        return self._beside.exception() if self._beside is not None and self._beside.done() else None
-
-    def _agree(self, error: BaseException | None) -> None:
+    def _agree(self, error: Exception | None) -> None:
         """Raise on every rank where any has an error; the same message from several ranks is given once."""
         own = "" if error is None or isinstance(error, LoadingStopped) else describe(error)
         messages = self.exchange(own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from paceline.worker.tuning_cache import TuningCache
 logger = logging.getLogger(__name__)
 
 CPU_WARM_UP_TOKENS = 4
-MAX_COMPILER_THREADS = 16
+MAX_COMPILERS = 16
 EVERY_RULE = RowSampling(
     temperature=1.0,
     seed=0,
@@ -70,8 +70,11 @@ class Worker:
     """Runs the steps of one rank. Every rank of a group makes its Worker and executes the same plans in one order."""
 
     @without_collector()
-    def __init__(self, config: EngineConfig, ranks: RankGroup) -> None:
-        """Load the model's shard and make the cache; errors of any rank are raised on all (InputError)."""
+    def __init__(self, config: EngineConfig, ranks: RankGroup, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Load the model's shard and make the cache; errors of any rank are raised on all (InputError).
+
+        meanwhile: is called once while other processes compile kernels, at a first start; it may not use a collective.
+        """
         self._config = config
         self._ranks = ranks
         self._copy_stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
@@ -85,7 +88,7 @@ class Worker:
             self._load(staging, stop)
         if ranks.device.type == "cuda":
             with ranks.together():
-                self._tune_products()
+                self._choose_kernels(meanwhile)
         in_use = self._warm_up()
         num_blocks = 0
         with ranks.together():
@@ -131,22 +134,47 @@ class Worker:
         self._sampler = Sampler(self.state, self._ranks.communicator, self._model.vocab, vocab_size)
         self._scorer = PromptScorer(self.state, self._ranks.communicator, self._model.logits, vocab_size)
 
-    @torch.inference_mode()
-    def _tune_products(self) -> None:
-        """Choose the kernels of the matrix products: as the user's cache has it, or else by measuring them."""
+    def _choose_kernels(self, meanwhile: Callable[[], object]) -> None:
+        """Compile what the steps will launch, and choose how matrix products are computed.
+
+        As the user's cache has it, or else by measuring them: then everything that any choice launches is compiled at
+        once, which is little more.
+        """
+        start = time.monotonic()
         tuner = ProductTuner(self._model, TuningCache.of(self._ranks.device))
+        self._compile_kernels(tuner, meanwhile)
         if tuner.unknown:
-            start = time.monotonic()
-            with self._compile_only():
-                tuner.launch_all()
-            tuner.measure(gpu_seconds)
+            with torch.inference_mode():
+                tuner.measure(gpu_seconds)
             torch.cuda.empty_cache()  # of what the measuring took, which the cache shall have
-            logger.info("chose the kernels of matrix products in %.1f s", time.monotonic() - start)
+            logger.info("compiled kernels, and chose those of matrix products, in %.1f s", time.monotonic() - start)
         tuner.apply()
 
-    def _compile_only(self) -> AbstractContextManager[None]:
-        threads = len(os.sched_getaffinity(0)) // self._ranks.size
-        return compile_only(self._ranks.device, min(max(threads, 1), MAX_COMPILER_THREADS))
+    @torch.inference_mode()
+    def _compile_kernels(self, tuner: ProductTuner, meanwhile: Callable[[], object]) -> None:
+        """Compile what steps launch, side by side: one after the other takes most of a first start's time.
+
+        A kernel's variants follow from the types and widths of the model and from powers of two of the rows. What is
+        missed here is compiled when it is first launched.
+        """
+        processes = min(max(len(os.sched_getaffinity(0)) // self._ranks.size, 1), MAX_COMPILERS)
+        with compile_only(self._ranks.device, processes, meanwhile), self._model.two_layers():
+            self._kv_caches = self._make_caches(1)
+            # In this order: the kernels that take longest to compile, those of attention, are begun first.
+            for _ in tuner.ways():
+                self._launch_typical_steps()
+            tuner.launch_all()
+            self.state.compile_stores()
+
+    def _launch_typical_steps(self) -> None:
+        shapes = GraphShapes(self.state.num_slots, self._config.max_batched_tokens).typical()
+        for shape in shapes:
+            # As in _launch_step, but for what makes ids of the keys: of such operations torch finds the shape by
+            # code that imports its compiler, for as long as all of this takes.
+            keys = self._sampler.draw(self._model.logits(*self._launch_hidden(shape)))
+            self.state.advance(shape, keys)
+        for num_rows in {shape.num_rows for shape in shapes}:
+            self._sampler.compile_rules(num_rows)
 
     def _block_shape(self) -> tuple[int, int, int]:
         kv_heads = self._plan.kv_heads(self._ranks.rank).padded
@@ -177,8 +205,6 @@ class Worker:
             torch.cuda.reset_peak_memory_stats(self._ranks.device)
             weights = torch.cuda.memory_allocated(self._ranks.device)
         self._kv_caches = self._make_caches(1)
-        if on_gpu:
-            self._compile_kernels()
         tokens = self._config.max_batched_tokens if on_gpu else min(CPU_WARM_UP_TOKENS, self._config.max_batched_tokens)
         query_len = min(tokens, self._max_model_len - 1)  # the sampled token needs a place too
         prompts = min(tokens // query_len, self._config.max_num_seqs)
@@ -199,24 +225,6 @@ class Worker:
         # What the allocator holds now it keeps for the steps that have no CUDA graph: to ask the driver
         # for memory again would take longer than many a step. The graphs have a workspace of their own.
         return torch.cuda.memory_reserved(self._ranks.device) + workspace
-
-    @torch.inference_mode()
-    def _compile_kernels(self) -> None:
-        """Compile what the steps will launch, side by side: one after the other takes most of a first start's time.
-
-        A kernel's variants follow from the types and widths of the model and from powers of two of the rows. What is
-        missed here is compiled when it is first launched.
-        """
-        with self._compile_only(), self._model.two_layers():
-            self.state.compile_stores()
-            shapes = GraphShapes(self.state.num_slots, self._config.max_batched_tokens).typical()
-            for shape in shapes:
-                # As in _launch_step, but for what makes ids of the keys: of such operations torch finds the shape by
-                # code that imports its compiler, for as long as all of this takes.
-                keys = self._sampler.draw(self._model.logits(*self._launch_hidden(shape)))
-                self.state.advance(shape, keys)
-            for num_rows in {shape.num_rows for shape in shapes}:
-                self._sampler.compile_rules(num_rows)
 
     def _mask_of_all(self) -> bytes:
         """A mask that forbids no token."""

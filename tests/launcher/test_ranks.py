@@ -313,7 +313,7 @@ REFUSE = """
 def test_a_damaged_tokenizer_is_one_error_on_all_ranks(
     run_ranks: RunRanks, tiny: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Only rank 0 reads it, beside the load of the weights."""
+    """Only rank 0 reads it."""
     folder = tmp_path / "model"
     shutil.copytree(tiny("llama").folder, folder)
     (folder / "tokenizer.json").write_text("{}")

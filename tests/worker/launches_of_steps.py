@@ -61,13 +61,16 @@ class Hopper:
 
 
 class Known:
-    """A cache of what was measured: every product is streamed, or none is."""
+    """A cache of what was measured: every product is streamed, or none is; None: nothing was measured."""
 
-    def __init__(self, streamed: bool) -> None:
+    def __init__(self, streamed: bool | None) -> None:
         self._streamed = streamed
 
     def read(self, name: str) -> Choice:
-        return dict.fromkeys(BUCKETS, self._streamed)
+        return {} if self._streamed is None else dict.fromkeys(BUCKETS, self._streamed)
+
+    def write(self, name: str, choice: Choice) -> None:
+        pass
 
 
 class Noted:
@@ -99,7 +102,6 @@ def worker_of(config: ModelConfig, engine: EngineConfig, comm: Communicator) -> 
     worker._model = MODEL_CLASSES[config.architecture](config, comm, torch.bfloat16, engine.max_model_len)
     worker.state = BatchState(engine.max_num_seqs, engine.max_model_len, engine.block_size, GPU)
     worker._sampler = Sampler(worker.state, comm, worker._model.vocab, config.vocab_size)
-    worker._kv_caches = worker._make_caches(100)
     return worker
 
 
@@ -125,13 +127,25 @@ def launch_all_steps(worker: Worker) -> None:
         worker._sampler.choose(worker._sampler._filter(logits, filtered))
 
 
-def check(engine: EngineConfig, num_ranks: int = 1, *, streamed: bool = True, **changes: object) -> None:
+def launch_both_ways(launches: Callable[[], None]) -> float:
+    """In the place of measuring."""
+    launches()
+    return 1.0
+
+
+def check(engine: EngineConfig, num_ranks: int = 1, *, streamed: bool | None = True, **changes: object) -> None:
     config = ModelConfig.from_dict(MODEL | changes)
     with StandIns(GPU):
         worker = worker_of(config, engine, last_of(num_ranks))
-        ProductTuner(worker._model, Known(streamed)).apply()
-    compiled = noted(worker._compile_kernels)
-    missed = noted(lambda: launch_all_steps(worker)) - compiled
+        tuner = ProductTuner(worker._model, Known(streamed))
+    compiled = noted(lambda: worker._compile_kernels(tuner, lambda: None))
+    with StandIns(GPU):
+        worker._kv_caches = worker._make_caches(100)
+    missed = noted(lambda: tuner.measure(launch_both_ways)) - compiled
+    for choice in (True, False) if streamed is None else (streamed,):
+        with StandIns(GPU):
+            ProductTuner(worker._model, Known(choice)).apply()
+        missed |= noted(lambda: launch_all_steps(worker)) - compiled
     if missed:
         raise RuntimeError("the start does not compile:\n" + "\n".join(sorted(missed)))
     too_many = [name for name in noted(lambda: worker._launch_step(prompts_of(worker))) if "decode" in name]
@@ -150,6 +164,8 @@ def main() -> None:
         check(EngineConfig(model="", max_num_seqs=slots, max_batched_tokens=8192, max_model_len=2000))
     small = EngineConfig(model="", max_num_seqs=50, max_batched_tokens=300, max_model_len=500)
     check(small, streamed=False)
+    check(small, streamed=None)
+    check(small, streamed=None, vocab_size=49152, head_dim=80)
     check(small, vocab_size=49152, head_dim=80)
     check(small, num_ranks=3)
 

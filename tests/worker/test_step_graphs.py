@@ -144,7 +144,7 @@ def test_graphs_give_what_the_kernels_give_one_by_one(
 def test_nothing_is_compiled_after_the_start_has_compiled(
     tiny: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither for the warm-up and the graphs nor for steps, with rules or without."""
+    """Neither to measure products, for the warm-up and the graphs nor for steps, with rules or without."""
     config = EngineConfig(
         model=str(tiny("qwen3").folder), device="cuda", dtype="bfloat16", max_num_seqs=SLOTS, num_blocks=4 * SLOTS,
         max_model_len=64,
@@ -155,8 +155,8 @@ def test_nothing_is_compiled_after_the_start_has_compiled(
     def note(*, repr: str, **_: object) -> None:
         late.append(repr)
 
-    def compile_kernels(worker: Worker, real: Callable[[Worker], None] = Worker._compile_kernels) -> None:
-        real(worker)
+    def compile_kernels(*arguments: Any, real: Callable[..., None] = Worker._compile_kernels) -> None:
+        real(*arguments)
         monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
 
     monkeypatch.setattr(Worker, "_compile_kernels", compile_kernels)
