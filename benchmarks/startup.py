@@ -63,7 +63,10 @@ def main() -> None:
     if arguments.write:
         import report
 
-        report.write("startup", {"model": folder.name, "device": arguments.device, **figures})
+        report.write(
+            "startup_with_tokenizer" if arguments.tokenizer else "startup",
+            {"model": folder.name, "device": arguments.device, **figures},
+        )
 
 
 def checkpoint(model: str, scratch: Path, tokenizer: Path | None) -> Path:
