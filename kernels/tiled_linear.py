@@ -33,8 +33,9 @@ _MANY_WAVES = 2.9
 """So many tiles a processor are enough for large tiles, which are faster for heads."""
 _LEAST_WAVES = 0.7
 """With fewer tiles a processor the library is faster, which also cuts the inner dimension."""
-_LONG = 4096
-"""Of an inner dimension so long it gains more by that than a kernel for heads takes, unless there are many tiles."""
+_MOST_INNER = 2048
+"""The longer a product takes for each result, the less is gained by what follows it; and a GPU that works at the limit
+of its power is slower with these kernels, since the library has tiles come from the L2 cache once for two processors."""
 
 
 def can_be_gated(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -78,8 +79,7 @@ def heads_tiling(x: torch.Tensor, weight: torch.Tensor, heads: HeadPlaces) -> tu
     if head_dim not in (64, 128) or heads.cos_sin.shape[1] != head_dim:
         return None
     kinds = weight.shape[0] - 2 * kv_heads * head_dim, kv_heads * head_dim
-    few = _MANY_WAVES if x.shape[1] >= _LONG else _LEAST_WAVES
-    for (columns, stages), waves in ((_LARGE_TILING, _MANY_WAVES), (_TILING, few)):
+    for (columns, stages), waves in ((_LARGE_TILING, _MANY_WAVES), (_TILING, _LEAST_WAVES)):
         alike = all(kind % columns == 0 for kind in kinds)  # a tile has heads of one kind
         if alike and _fits(x, stages) and _waves(x, weight, columns) >= waves:
             return columns, stages
@@ -130,10 +130,10 @@ def tiled_heads_linear(
 
 
 def _fits(x: torch.Tensor, stages: int) -> bool:
-    """Whether the kernels take such rows, with a ring of so many stages."""
+    """Whether the kernels take such rows, with a ring of so many stages, and they are worth it."""
     if x.shape[0] < MIN_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or not is_hopper(x.device):
         return False
-    return x.shape[1] % 8 == 0 and x.shape[1] > (stages - 1) * INNER
+    return x.shape[1] % 8 == 0 and (stages - 1) * INNER < x.shape[1] <= _MOST_INNER
 
 
 def _waves(x: torch.Tensor, weight: torch.Tensor, columns: int) -> float:

@@ -58,7 +58,7 @@ STREAMED = (
 )
 TILED = (
     # Rows, inner dimension, heads, KV heads, head dimension, norm, bias: in tiles of 256 columns, then of 128.
-    (8192, 4096, 32, 8, 128, True, False),
+    (8192, 2048, 32, 8, 128, True, False),
     (8192, 896, 14, 2, 64, False, True),
 )
 STREAMED_VARIANTS = 2 * 5 + 2 * 6 + 5 + 1

@@ -18,6 +18,40 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture
+def hopper() -> torch.device:
+    """A GPU that has what the kernels in Gluon use; for tests marked gpu."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return torch.device("cuda")
+
+
+@pytest.fixture
+def assert_replays_alike() -> Callable[..., None]:
+    """Compare dependent launches in one graph, replayed often, with the same ones by themselves: to the bit.
+
+    The chain passes each result through the function that it gets; reset undoes what it writes beside its result.
+    """
+
+    def alone(out: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()
+        return out
+
+    def check(chain: Callable[..., torch.Tensor], reset: Callable[[], None] = lambda: None) -> None:
+        expected = chain(alone)
+        assert expected.isfinite().all()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain(lambda out: out)
+        for _ in range(20):
+            out.fill_(0)
+            reset()
+            graph.replay()
+            assert torch.equal(out, expected)
+
+    return check
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)

@@ -184,6 +184,7 @@ HOPPER_SHAPES = [
 """Dtype, query heads, KV heads, head size, block size."""
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "heads", "kv_heads", "head_dim", "block_size"), HOPPER_SHAPES)
 def test_hopper_kernel_on_random_rows(
@@ -197,8 +198,6 @@ def test_hopper_kernel_on_random_rows(
     assert_attention: Callable,
 ) -> None:
     """Rows of every remainder of a run and a tile, alone and many, one chunk and many."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     choose = random.Random(0)
     lens = [[1], [2, 16, 17, 63, 64, 65, 80], [8000], list(range(1, 200)), [choose.randint(1, 3000) for _ in range(70)]]
     for seq_lens in lens:

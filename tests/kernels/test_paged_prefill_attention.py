@@ -140,14 +140,6 @@ HOPPER_SHAPES = [
 """Dtype, query heads, KV heads, head size, block size."""
 
 
-@pytest.fixture
-def hopper() -> torch.device:
-    """A GPU that has what the kernel for Hopper uses."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    return torch.device("cuda")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "heads", "kv_heads", "head_dim", "block_size"), HOPPER_SHAPES)
 def test_hopper_kernel(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.nn import functional
@@ -11,14 +13,6 @@ from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.skinny_linear import skinny_linear
 from paceline.kernels.stream_cut import BUCKETS, Cut
 from paceline.kernels.streamed_linear import NO_STREAMS, Stream, cuts_of, make_exchange, stream_of, streamed_linear
-
-
-@pytest.fixture
-def hopper() -> torch.device:
-    """A GPU that has what the kernel uses."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    return torch.device("cuda")
 
 
 @pytest.fixture
@@ -77,8 +71,9 @@ def test_not_a_number_stays_in_its_row(pieces: int, hopper: torch.device, exchan
 
 
 @pytest.mark.gpu
-def test_dependent_launches_wait_for_each_other(hopper: torch.device, exchange: torch.Tensor) -> None:
-    """A chain of products and norms in one graph gives the bits of the same ones, each when those before have ended."""
+def test_dependent_launches_wait_for_each_other(
+    hopper: torch.device, exchange: torch.Tensor, assert_replays_alike: Callable[..., None]
+) -> None:
     layers = [
         (
             torch.randn(2 * 1536, 1024, device=hopper).mul_(1024**-0.5).to(torch.bfloat16),
@@ -92,12 +87,7 @@ def test_dependent_launches_wait_for_each_other(hopper: torch.device, exchange: 
     start = torch.randn(50, 1024, device=hopper).to(torch.bfloat16)
     ones = torch.ones_like(start[0])
 
-    def through(one_by_one: bool) -> torch.Tensor:
-        def ended(x: torch.Tensor) -> torch.Tensor:
-            if one_by_one:
-                torch.cuda.synchronize()
-            return x
-
+    def chain(ended: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         x = start
         for gate_up, down in layers:
             x = ended(streamed_linear(x, gate_up, streams[0], gated=True))
@@ -105,15 +95,7 @@ def test_dependent_launches_wait_for_each_other(hopper: torch.device, exchange: 
             x = ended(rms_norm(x, ones, 1e-6))
         return x
 
-    expected = through(one_by_one=True)
-    assert expected.isfinite().all()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = through(one_by_one=False)
-    for _ in range(20):
-        out.fill_(0)
-        graph.replay()
-        assert torch.equal(out, expected)
+    assert_replays_alike(chain)
 
 
 @pytest.mark.gpu

@@ -24,14 +24,6 @@ NAN = float("nan")
 BLOCK_SIZE = 16
 
 
-@pytest.fixture
-def hopper() -> torch.device:
-    """A GPU that has what the kernels use."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    return torch.device("cuda")
-
-
 def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return (torch.randn(shape, device="cuda") * scale).to(dtype)
 
@@ -119,8 +111,8 @@ def test_heads(
 
 
 @pytest.mark.gpu
-def test_dependent_launches_wait_for_each_other(hopper: torch.device) -> None:
-    """A chain of both kinds in one graph gives the bits of the same ones, each when those before have ended."""
+@pytest.mark.usefixtures("hopper")
+def test_dependent_launches_wait_for_each_other(assert_replays_alike: Callable[..., None]) -> None:
     layers = [
         (
             normal(4096, 1024, scale=1024**-0.5),
@@ -133,12 +125,7 @@ def test_dependent_launches_wait_for_each_other(hopper: torch.device) -> None:
     start = normal(3000, 1024)
     to = places(3000, 8, 128, norm=True, dtype=torch.bfloat16)
 
-    def through(one_by_one: bool) -> torch.Tensor:
-        def ended(x: torch.Tensor) -> torch.Tensor:
-            if one_by_one:
-                torch.cuda.synchronize()
-            return x
-
+    def chain(ended: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         x = start
         for qkv, output, gate_up, down in layers:
             query = ended(tiled_heads_linear(x, qkv, None, to, (256, 4)))
@@ -146,17 +133,11 @@ def test_dependent_launches_wait_for_each_other(hopper: torch.device) -> None:
             x = ended(functional.linear(ended(tiled_gated_linear(x, gate_up)), down))
         return torch.cat((x.flatten(), to.k_cache.nan_to_num().flatten(), to.v_cache.nan_to_num().flatten()))
 
-    expected = through(one_by_one=True)
-    assert expected.isfinite().all()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = through(one_by_one=False)
-    for _ in range(20):
-        out.fill_(0)
+    def reset() -> None:
         to.k_cache.fill_(NAN)
         to.v_cache.fill_(NAN)
-        graph.replay()
-        assert torch.equal(out, expected)
+
+    assert_replays_alike(chain, reset)
 
 
 @pytest.mark.gpu
@@ -192,8 +173,9 @@ def test_prompts_take_it(hopper: torch.device) -> None:
         lambda x, weight: (x[:, :516].contiguous(), weight[:, :516].contiguous()),
         lambda x, weight: (x, weight[:3056]),
         lambda x, weight: (x[:512], weight[:1024]),
+        lambda x, weight: (x.repeat(1, 5), weight.repeat(1, 5)),
     ],
-    ids=["float32", "few steps", "unaligned", "odd columns", "few tiles"],
+    ids=["float32", "few steps", "unaligned", "odd columns", "few tiles", "many steps"],
 )
 def test_what_it_does_not_take(
     other: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], hopper: torch.device
