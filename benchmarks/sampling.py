@@ -25,8 +25,9 @@ VOCAB = 151936
 ROWS = (1, 4, 16, 64, 256)
 MAX_SHORTFALL = 1e-3
 """Most that a chosen token's score may lie below the best one by the reference."""
-MAX_MASS = 1e-4
-"""Most probability that a filter may keep or drop other than its reference does: what sums in float32 are off."""
+MAX_MASS = {"torch, sorted": 1e-3, "paceline": 1e-4}
+"""Most probability that a filter may keep or drop other than its reference does: what sums in float32 are off, those of
+torch over the whole vocabulary by more."""
 CHECKED_ROWS = 16
 RULES = {"top-k 50": (50, 1.0, 0.0), "top-p 0.9": (0, 0.9, 0.0), "k, p, min-p": (50, 0.9, 0.02)}
 """top_k, top_p, min_p."""
@@ -138,7 +139,7 @@ def measure_filter(rows: int) -> Iterator[dict[str, Any]]:
                 restore()
                 error = misplaced_mass(kernel(sets[0], *rules), fresh[0], rules)
                 what = f"{rule_name}, {spread_name}"
-                gpu_timing.check_error(f"{what} by {name} at {rows} rows", error, MAX_MASS)
+                gpu_timing.check_error(f"{what} by {name} at {rows} rows", error, MAX_MASS[name])
                 calls = [partial(kernel, logits, *rules) for logits in sets]
                 yield timed(rows, torch.float32, what, name, error, 2 * nbytes, calls, restore)
 

@@ -31,12 +31,16 @@ def forked(pieces: Sequence[Callable[[], object]], num_processes: int) -> Iterat
     os.close(to_queue)
     processes: list[int] = []
     try:
-        for _ in range(num_processes):
-            with suppress(OSError):  # no memory or no process is left: those there are do it, or whoever forked
-                processes.append(_fork(lambda: _do(pieces, queue, to_done)))
-        os.close(to_done)
+        try:
+            for _ in range(num_processes):
+                with suppress(OSError):  # no memory or no process is left: those there are do it, or whoever forked
+                    processes.append(_fork(lambda: _do(pieces, queue, to_done)))
+        finally:
+            os.close(to_done)
         yield _indices(done)
     finally:
+        while os.read(queue, select.PIPE_BUF):  # a process whose id an interrupt has lost finds nothing more to do
+            pass
         for process in processes:
             with suppress(ProcessLookupError, ChildProcessError):  # who ignores SIGCHLD has none to wait for
                 os.kill(process, signal.SIGKILL)

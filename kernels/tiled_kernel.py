@@ -64,7 +64,6 @@ def _start_weights(
     full: gl.shared_memory_descriptor,
     at: gl.tensor,
     place: gl.tuple,
-    wanted: gl.tensor,
     GATED: gl.constexpr,
 ) -> None:
     """Have a stage expect all its bytes, and start to copy a column's rows of the weight to it, in two halves.
@@ -76,7 +75,7 @@ def _start_weights(
     NUM_BYTES: gl.constexpr = (_GROUPS * _GROUP_ROWS + COLUMNS) * HALF * 2
     SHAPE: gl.constexpr = [COLUMNS // (2 * _TURN), 4, 4, 2, HALF]
     LAYOUT: gl.constexpr = weight.layout
-    mbarrier.expect(full.index(at), NUM_BYTES, pred=wanted)
+    mbarrier.expect(full.index(at), NUM_BYTES)
     if GATED:
         first = column * (COLUMNS // 2)
         second = num_columns + first
@@ -86,7 +85,7 @@ def _start_weights(
     for half in gl.static_range(2):
         row = second if half else first
         view = reinterpret(tiles.index(2 * at + half), SHAPE, LAYOUT)
-        start_copy(weight, [row // _TURN, 0, 0, 0, step * HALF], full.index(at), view, pred=wanted)
+        start_copy(weight, [row // _TURN, 0, 0, 0, step * HALF], full.index(at), view)
 
 
 @gluon.jit
@@ -110,7 +109,7 @@ def _load(
     halves = reinterpret(tiles, HALVES, LAYOUT)
     _, column = _tile_at(gl.program_id(0), order)
     for stage in gl.static_range(STAGES):  # no product has fewer steps
-        _start_weights(weight, halves, full, stage, (column, num_columns, stage), True, GATED)
+        _start_weights(weight, halves, full, stage, (column, num_columns, stage), GATED)
     ahead = gl.to_tensor(STAGES)  # steps of the first tile whose weights are on their way
     gdc_wait()
     at = gl.to_tensor(0)
@@ -122,7 +121,7 @@ def _load(
                 ahead -= 1
             else:
                 mbarrier.wait(empty.index(at), phase ^ 1)
-                _start_weights(weight, halves, full, at, (column, num_columns, step), True, GATED)
+                _start_weights(weight, halves, full, at, (column, num_columns, step), GATED)
             for group in gl.static_range(_GROUPS):
                 first = (row * _GROUPS + group) * _GROUP_ROWS
                 start_copy(x, [first, step * HALF], full.index(at), xs.index(at * _GROUPS + group))

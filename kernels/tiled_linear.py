@@ -34,8 +34,8 @@ _MANY_WAVES = 2.9
 _LEAST_WAVES = 0.7
 """With fewer tiles a processor the library is faster, which also cuts the inner dimension."""
 _MOST_INNER = 2048
-"""The longer a product takes for each result, the less is gained by what follows it; and a GPU that works at the limit
-of its power is slower with these kernels, since the library has tiles come from the L2 cache once for two processors."""
+"""The longer a product takes for each result, the less is gained by what follows it; and at the limit of its power a
+GPU is slower with these kernels, since the library has tiles come from the L2 cache once for two processors."""
 
 
 def can_be_gated(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 import triton
 import xxhash
 
-from paceline.kernels import skinny_linear, stream_cut, streamed_exchange, streamed_kernel, streamed_linear
+import paceline.kernels
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ class TuningCache:
 
 def _build() -> str:
     """What a measurement depends on beside the GPU: the kernels, their compiler, and the library."""
-    modules = (stream_cut, streamed_linear, streamed_kernel, streamed_exchange, skinny_linear)
-    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
+    folder = Path(next(iter(paceline.kernels.__path__)))
+    sources = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     versions = f"{triton.__version__} {torch.__version__} {torch.version.cuda}"
     return xxhash.xxh3_64_hexdigest(sources + versions.encode())
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from paceline.kernels import tiled_linear
 from paceline.kernels.linear import norm_gated_linear, norm_heads_linear
 from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.rotary_and_store import HeadPlaces, rotary_and_store, rotary_and_store_reference
@@ -164,40 +165,82 @@ def test_prompts_take_it(hopper: torch.device) -> None:
         assert torch.equal(query, expected)
 
 
-@pytest.mark.gpu
+class H200:
+    """Tensors without content that count as an H200's, and how products of them are cut."""
+
+    def tiling(
+        self, num_rows: int, size: int, heads: int, kv_heads: int, head_dim: int, rotated: int
+    ) -> tuple[int, int] | None:
+        none = torch.empty(0)
+        cache = self.tensor(1, BLOCK_SIZE, kv_heads, head_dim)
+        places = HeadPlaces(None, None, 1e-6, none, torch.empty(9, rotated), cache, cache, none)
+        weight = self.tensor((heads + 2 * kv_heads) * head_dim, size)
+        return heads_tiling(self.tensor(num_rows, size), weight, places)
+
+    @staticmethod
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> H200:
+    monkeypatch.setattr(tiled_linear, "is_hopper", lambda device: True)
+    monkeypatch.setattr(tiled_linear, "num_processors", lambda device: 132)
+    return H200()
+
+
 @pytest.mark.parametrize(
-    "other",
+    ("num_rows", "size", "weight_rows", "taken"),
     [
-        lambda x, weight: (x.float(), weight.float()),
-        lambda x, weight: (x[:, :300].contiguous(), weight[:, :300].contiguous()),
-        lambda x, weight: (x[:, :516].contiguous(), weight[:, :516].contiguous()),
-        lambda x, weight: (x, weight[:3056]),
-        lambda x, weight: (x[:512], weight[:1024]),
-        lambda x, weight: (x.repeat(1, 5), weight.repeat(1, 5)),
+        (MIN_ROWS, 1024, 6144, True),
+        (MIN_ROWS - 1, 1024, 6144, False),
+        (4096, 328, 3072, True),
+        (4096, 320, 3072, False),  # fewer steps than the ring has stages
+        (4096, 332, 3072, False),  # rows that are not aligned to 16 bytes
+        (4096, 2048, 3072, True),
+        (4096, 2056, 3072, False),  # the library is better at a GPU's limit of power
+        (4096, 1024, 3136, True),
+        (4096, 1024, 3104, False),  # up begins within a turn of rows
+        (1024, 1024, 1536, True),  # 96 tiles
+        (1024, 1024, 1408, False),  # 88 tiles
     ],
-    ids=["float32", "few steps", "unaligned", "odd columns", "few tiles", "many steps"],
 )
-def test_what_it_does_not_take(
-    other: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], hopper: torch.device
+def test_which_gated_products_it_takes(num_rows: int, size: int, weight_rows: int, taken: bool, h200: H200) -> None:
+    x, weight = h200.tensor(num_rows, size), h200.tensor(weight_rows, size)
+    assert can_be_gated(x, weight) == taken
+    assert can_be_gated(x.half(), weight.half()) == taken
+    assert not can_be_gated(x.float(), weight.float())
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "heads", "kv_heads", "head_dim", "rotated", "tiling"),
+    [
+        (MIN_ROWS, 1024, 16, 8, 128, 128, None),
+        (257, 1024, 16, 8, 128, 128, (128, 6)),
+        (2048, 1024, 16, 8, 128, 128, (128, 6)),
+        (2049, 1024, 16, 8, 128, 128, (256, 4)),
+        (8192, 320, 16, 8, 128, 128, (256, 4)),  # steps for a ring of four stages, but not of six
+        (2048, 320, 16, 8, 128, 128, None),
+        (8192, 2056, 16, 8, 128, 128, None),
+        (8192, 1024, 16, 8, 128, 64, None),  # heads turn in part
+        (8192, 1024, 16, 8, 80, 80, None),
+        (8192, 1024, 15, 8, 128, 128, (128, 6)),  # tiles of 256 would have a query's head and a key's
+        (8192, 1024, 16, 1, 128, 128, (128, 6)),
+        (8192, 1024, 14, 2, 64, 64, (128, 6)),
+        (8192, 1024, 9, 3, 64, 64, None),
+    ],
+)
+def test_how_heads_are_cut(
+    num_rows: int,
+    size: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotated: int,
+    tiling: tuple[int, int] | None,
+    h200: H200,
 ) -> None:
-    x, weight = normal(4096, 520), normal(3072, 520)
-    assert can_be_gated(x, weight)
-    assert not can_be_gated(*other(x, weight))
-
-
-@pytest.mark.gpu
-def test_heads_that_it_does_not_take(hopper: torch.device) -> None:
-    """Heads that turn in part, of another size, and where a tile would have a query's and a key's."""
-    for heads, kv_heads, head_dim, rotated, taken in (
-        (16, 8, 128, 128, True),
-        (16, 8, 128, 64, False),
-        (16, 8, 80, 80, False),
-        (9, 3, 64, 64, False),
-    ):
-        weight = normal((heads + 2 * kv_heads) * head_dim, 512)
-        to = places(8192, kv_heads, head_dim, norm=False, dtype=torch.bfloat16)
-        to = replace(to, cos_sin=to.cos_sin[:, :rotated].contiguous())
-        assert (heads_tiling(normal(8192, 512), weight, to) is not None) == taken
+    assert h200.tiling(num_rows, size, heads, kv_heads, head_dim, rotated) == tiling
 
 
 def test_a_cpu_does_not_take_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import paceline.kernels
 from paceline.kernels.stream_cut import BUCKETS, Cut, cut_product
 from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
@@ -169,3 +171,18 @@ def test_two_writers_leave_one_whole_file(tmp_path: Path) -> None:
         second.write("plain-8x8-bfloat16", {16: False})
         assert TuningCache(tmp_path).read("plain-8x8-bfloat16") == {16: False}, number
     assert os.listdir(tmp_path) == ["plain-8x8-bfloat16.json"]
+
+
+@pytest.mark.parametrize("name", ["streamed_kernel", "skinny_linear", "tiled_kernel", "tiled_linear", "silu_and_mul"])
+def test_what_was_measured_of_other_kernels_is_not_taken(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    sources = shutil.copytree(next(iter(paceline.kernels.__path__)), tmp_path / "kernels")
+    TuningCache.of(torch.device("cuda")).write("plain-8x8-bfloat16", {16: True})
+    monkeypatch.setattr(paceline.kernels, "__path__", [str(sources)])
+    assert TuningCache.of(torch.device("cuda")).read("plain-8x8-bfloat16") == {16: True}
+    with (sources / f"{name}.py").open("a") as source:
+        source.write("\n")
+    assert TuningCache.of(torch.device("cuda")).read("plain-8x8-bfloat16") == {}
