@@ -130,9 +130,9 @@ def gumbel_argmax_triton(
         width,
         vocab_start,
         vocab_valid,
-        steps,
         BLOCK=_BLOCK,
-        TILES=triton.next_power_of_2(blocks),
+        STEPS=steps,
+        TILES=triton.next_power_of_2(tiles),
         TOKEN_IDS=as_token_ids,
         ON_GPU=logits.is_cuda,
         num_warps=4,
@@ -140,7 +140,7 @@ def gumbel_argmax_triton(
     return winners
 
 
-@triton.jit(do_not_specialize=["vocab_start", "steps"])
+@triton.jit(do_not_specialize=["vocab_start"])
 def _gumbel_argmax_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
@@ -153,33 +153,29 @@ def _gumbel_argmax_kernel(
     width: tl.tensor,
     vocab_start: tl.tensor,
     vocab_valid: tl.tensor,
-    steps: tl.tensor,
     BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
     TILES: tl.constexpr,
     TOKEN_IDS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ) -> None:
-    """steps times BLOCK columns of one row; the program that ends last of a row joins what they found.
-
-    Neither steps, which depends on the number of rows, nor TILES, which is at least their number, makes a variant: the
-    loop is too long to be unrolled.
-    """
+    """STEPS times BLOCK columns of one row; the program that ends last of a row joins what they found."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
         tl.store(winners_ptr + row, 0x7FFFFFFF if TOKEN_IDS else -0x8000000000000000)
         return
-    first = tile * (BLOCK * steps)
+    first = tile * (BLOCK * STEPS)
     row_ptr = logits_ptr + row * width + first
     valid = vocab_valid - first
     temperature = tl.load(temperature_ptr + slot)
     row_key = row_key_triton(tl.load(seeds_ptr + slot), tl.load(positions_ptr + slot))
     first_token = vocab_start + first
     if temperature > 0:
-        score, column = _best(row_ptr, valid, first_token, row_key, temperature, steps, True, BLOCK, ON_GPU)
+        score, column = _best(row_ptr, valid, first_token, row_key, temperature, True, BLOCK, STEPS, ON_GPU)
     else:
-        score, column = _best(row_ptr, valid, first_token, row_key, temperature, steps, False, BLOCK, ON_GPU)
+        score, column = _best(row_ptr, valid, first_token, row_key, temperature, False, BLOCK, STEPS, ON_GPU)
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - first_token - column).to(tl.int64)
@@ -209,12 +205,12 @@ def _best(
     first_token: tl.tensor,
     row_key: tl.tensor,
     temperature: tl.tensor,
-    steps: tl.tensor,
     NOISY: tl.constexpr,
     BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the best score among steps * BLOCK columns and the first column that has it.
+    """Return the best score among STEPS * BLOCK columns and the first column that has it.
 
     Each lane keeps its best score and the step that it came from; only the end compares lanes.
     """
@@ -224,7 +220,7 @@ def _best(
     best_step = tl.zeros((BLOCK,), dtype=tl.int32)
     low, high = row_key.to(tl.uint32), (row_key >> 32).to(tl.uint32)
     counters = lanes.to(tl.uint32) + (low + first_token.to(tl.uint32))
-    for step in range(steps):
+    for step in range(STEPS):
         column = step * BLOCK
         scores = tl.load(row_ptr + column + lanes, mask=lanes < valid - column, other=float("-inf")).to(tl.float32)
         if NOISY:
