@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 MIN_ROWS = 2
 BUCKETS = (8, 16, 32, 64, 128, 256)
-"""Numbers of rows that there are variants for; the last of them is a gain for gated products alone."""
+"""Numbers of rows that products are cut for."""
 WEIGHT_ROWS = 64
 """Rows of the weight that a group of warps takes, half of them gate's and half up's where there is an activation."""
-ALIGNMENT = 8
-"""Elements: what the tensor memory accelerator asks of the inner dimension, and the turns of gate and up of columns."""
+_INNER_ALIGNMENT = 8
+"""Elements: what the tensor memory accelerator asks of the inner dimension."""
+_COLUMN_ALIGNMENT = 16
+"""Columns that are fetched together (streamed_results.py)."""
 
 _RING_BYTES, _SHORT_RING_BYTES = 208 << 10, 104 << 10
 """Of weights and rows on their way: as much as a processor holds, or half of it.
@@ -23,18 +25,25 @@ With few rows and pieces half is enough, for each program has little to fetch, a
 programs.
 """
 _LEAST_STAGES = 3
-_OTHER_BYTES = 8192
-"""Of shared memory, beside the ring of tiles: for barriers, and for results to change places between threads."""
+_OTHER_BYTES = 1024
+"""Of shared memory, beside the ring of tiles, for barriers."""
 _MANY_GROUPS = 3
 """Of warps: all rows of x are on their way for each tile, so three in one fetch them a third as often."""
 _LEAST_FILLED = 0.95
+_MANY_ROWS, _SOME_ROWS, _FEW_ROWS = 128, 64, 32
+"""Rows of x that a program takes at the most, preferably, and where tiles would be too few."""
+MOST_ROWS_OF_PIECES = _SOME_ROWS
+"""Rows of x, all in one tile, up to which the inner dimension may be cut."""
+_LEAST_SPREAD = 0.45
+"""Of the processors that should have a tile: fewer are worse than more tiles that fetch the same weights again."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a product is cut: so many rows at the most, in steps of `inner`, of which `stages` are on their way.
+    """How a product is cut: in tiles of so many rows of x, in steps of `inner`, of which `stages` are on their way.
 
-    pieces: into how many the inner dimension is cut, a power of two. groups: of warps in a program, 1 or 3.
+    pieces: into how many the inner dimension is cut, a power of two; more than one if there is one tile of rows.
+    groups: of warps in a program, 1 or 3.
     """
 
     rows: int
@@ -51,7 +60,7 @@ class Cut:
     @property
     def max_registers(self) -> int | None:
         """Of a thread, so that two programs find room where shared memory has room for two; None: what there is."""
-        return 128 if 2 * self.shared_bytes <= _RING_BYTES + 2 * _OTHER_BYTES else None
+        return 128 if 2 * self.shared_bytes <= _RING_BYTES else None
 
 
 def bucket_of(num_rows: int) -> int:
@@ -76,20 +85,42 @@ def cut_product(
 
     gated: of two such products, gate and up. processors, shared_bytes (of one program): the GPU's.
     """
-    if size % ALIGNMENT != 0 or (gated and num_columns % ALIGNMENT != 0) or (bucket == BUCKETS[-1] and not gated):
+    if size % _INNER_ALIGNMENT != 0 or num_columns % _COLUMN_ALIGNMENT != 0:
         return None
     tiles = num_tiles(num_columns, gated)
-    # Programs that wait for each other's sums must all be running: a processor each. Two pieces gain nothing.
-    pieces = next((pieces for pieces in (8, 4) if tiles * pieces <= processors), 1)
+    rows = _rows_of_tile(tiles, bucket, processors)
+    pieces = 1
+    if rows == bucket <= MOST_ROWS_OF_PIECES:
+        # Programs that wait for each other's sums must all be running: a processor each. Two pieces gain nothing.
+        pieces = next((pieces for pieces in (8, 4) if tiles * pieces <= processors), 1)
     large = num_tiles(num_columns, gated, _MANY_GROUPS)
     filled = large / (-(-large // processors) * processors)
-    # Sums of 256 rows leave too few registers for three groups.
-    groups = _MANY_GROUPS if filled >= _LEAST_FILLED and bucket < BUCKETS[-1] else 1
-    inner = 128 if bucket <= 64 else 64
-    ring_bytes = _SHORT_RING_BYTES if pieces > 1 and bucket <= 32 else _RING_BYTES
-    stages = max(ring_bytes // _stage_bytes(bucket, inner, groups), _LEAST_STAGES)
-    cut = Cut(bucket, inner, stages, pieces, groups)
+    groups = _MANY_GROUPS if filled >= _LEAST_FILLED else 1
+    inner = 128 if rows <= _SOME_ROWS else 64
+    ring_bytes = _SHORT_RING_BYTES if pieces > 1 and rows <= _FEW_ROWS else _RING_BYTES
+    stages = max(ring_bytes // _stage_bytes(rows, inner, groups), _LEAST_STAGES)
+    cut = Cut(rows, inner, stages, pieces, groups)
     return cut if cut.shared_bytes <= shared_bytes else None
+
+
+def _rows_of_tile(tiles: int, bucket: int, processors: int) -> int:
+    """Rows of x that a program takes, where so many tiles of the weight's rows are needed for all columns.
+
+    Tiles of other rows have the same weights come from the L2 cache once more, but keep processors busy that had none.
+    """
+
+    def programs(rows: int) -> int:
+        return tiles * (bucket // rows)
+
+    if bucket <= _FEW_ROWS:
+        return bucket
+    if programs(_SOME_ROWS) > processors:
+        return min(bucket, _MANY_ROWS)
+    least = _LEAST_SPREAD * processors
+    if programs(_SOME_ROWS) >= least:
+        return _SOME_ROWS
+    # Where all rows are one tile, the inner dimension can be cut instead.
+    return _FEW_ROWS if bucket > _SOME_ROWS or programs(_FEW_ROWS) >= least else _SOME_ROWS
 
 
 def _stage_bytes(rows: int, inner: int, groups: int) -> int:

@@ -19,35 +19,24 @@ _NAN = gl.constexpr(0x7FFFFFFF)
 
 @gluon.jit
 def exchange_sums(
-    sums: gl.tensor,
-    bias_ptr: gl.tensor,
-    exchange_ptr: gl.tensor,
-    out_ptr: gl.tensor,
-    item: gl.tensor,
-    num_rows: gl.tensor,
-    num_columns: gl.tensor,
-    COLUMNS: gl.constexpr,
-    PIECES: gl.constexpr,
-    GATED: gl.constexpr,
-    BIAS: gl.constexpr,
-) -> None:
-    """Give away an item's sums [COLUMNS or, by turns of 8 for gate and up, twice as many, rows]; store a share of out.
+    values: gl.tuple, area_ptr: gl.tensor, piece: gl.tensor, num_rows: gl.tensor, PIECES: gl.constexpr
+) -> gl.tuple:
+    """Give away a piece's sums, one tensor [rows, columns] or two, and return those of all pieces for its share.
 
-    exchange_ptr points at [tiles, PIECES, rows, COLUMNS or twice as many] words, all _ABSENT, and again afterwards.
+    area_ptr points at the tile's [PIECES, rows, tensors, columns] words, all _ABSENT, and again afterwards. The share
+    is the piece-th of as many parts of the rows.
     """
-    ROWS: gl.constexpr = sums.shape[1]
-    WIDTH: gl.constexpr = sums.shape[0]
-    tile = item // PIECES
-    piece = item % PIECES
-    layout: gl.constexpr = sums.type.layout
-    places = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
-    if GATED:
-        places = places // 16 * 8 + places % 8 + places // 8 % 2 * COLUMNS
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    bits = sums.to(gl.int32, bitcast=True)
-    bits = gl.where(bits == _ABSENT, _NAN, bits)
-    offsets = rows[None, :] * WIDTH + places[:, None]
-    gl.store(exchange_ptr + item * (ROWS * WIDTH) + offsets, bits, mask=(rows < num_rows)[None, :])
+    ROWS: gl.constexpr = values[0].shape[0]
+    COLUMNS: gl.constexpr = values[0].shape[1]
+    WIDTH: gl.constexpr = COLUMNS * len(values)
+    layout: gl.constexpr = values[0].type.layout
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    given_ptr = area_ptr + piece * (ROWS * WIDTH) + rows[:, None] * WIDTH + columns[None, :]
+    for part in gl.static_range(len(values)):
+        bits = values[part].to(gl.int32, bitcast=True)
+        bits = gl.where(bits == _ABSENT, _NAN, bits)
+        gl.store(given_ptr + part * COLUMNS, bits, mask=(rows < num_rows)[:, None])
 
     SHARE: gl.constexpr = ROWS // PIECES
     THREADS: gl.constexpr = 32 * gl.num_warps()
@@ -58,31 +47,24 @@ def exchange_sums(
         [1, VECTOR], [32 // LANES, LANES], [gl.num_warps() // WARPS, WARPS], [1, 0]
     )
     rows = piece * SHARE + gl.arange(0, SHARE, layout=gl.SliceLayout(1, share_layout))
-    places = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, share_layout))
-    columns = tile * COLUMNS + places
-    real = (rows < num_rows)[:, None] & (places >= 0)[None, :]
-    own_ptr = exchange_ptr + tile * (PIECES * ROWS * WIDTH) + rows[:, None] * WIDTH + places[None, :]
-    gate = gl.zeros([SHARE, COLUMNS], gl.float32, layout=share_layout)
-    up = gl.zeros([SHARE, COLUMNS], gl.float32, layout=share_layout)
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, share_layout))
+    real = (rows < num_rows)[:, None] & (columns >= 0)[None, :]
+    own_ptr = area_ptr + rows[:, None] * WIDTH + columns[None, :]
+    first = gl.zeros([SHARE, COLUMNS], gl.float32, layout=share_layout)
+    second = gl.zeros([SHARE, COLUMNS], gl.float32, layout=share_layout)
     absent = 1
     while absent > 0:
-        gate, missing = _add_pieces(own_ptr, real, ROWS * WIDTH, PIECES)
-        if GATED:
-            up, missing_up = _add_pieces(own_ptr + COLUMNS, real, ROWS * WIDTH, PIECES)
-            missing = missing | missing_up
+        first, missing = _add_pieces(own_ptr, real, ROWS * WIDTH, PIECES)
+        if len(values) == 2:
+            second, missing_too = _add_pieces(own_ptr + COLUMNS, real, ROWS * WIDTH, PIECES)
+            missing = missing | missing_too
         absent = gl.max(missing)
     wait_for_each_other()  # Several threads may wait for the same sum.
+    marks = gl.full([SHARE, COLUMNS], _ABSENT, gl.int32, layout=share_layout)
     for source in gl.static_range(PIECES):
-        marks = gl.full([SHARE, COLUMNS], _ABSENT, gl.int32, layout=share_layout)
-        gl.store(own_ptr + source * (ROWS * WIDTH), marks, mask=real)
-        if GATED:
-            gl.store(own_ptr + source * (ROWS * WIDTH) + COLUMNS, marks, mask=real)
-    if BIAS:
-        gate += gl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(gl.float32)[None, :]
-    if GATED:
-        gate = gate / (1 + gl.exp(-gate)) * up
-    stored = real & (columns < num_columns)[None, :]
-    gl.store(out_ptr + rows[:, None] * num_columns + columns[None, :], gate.to(out_ptr.dtype.element_ty), mask=stored)
+        for part in gl.static_range(len(values)):
+            gl.store(own_ptr + source * (ROWS * WIDTH) + part * COLUMNS, marks, mask=real)
+    return (first, second) if len(values) == 2 else (first,)
 
 
 @gluon.jit

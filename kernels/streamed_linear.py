@@ -20,17 +20,17 @@ import torch
 
 from paceline.kernels.launch import is_hopper, launch, num_processors, shared_memory
 from paceline.kernels.stream_cut import (
-    ALIGNMENT,
     BUCKETS,
     MIN_ROWS,
+    MOST_ROWS_OF_PIECES,
     WEIGHT_ROWS,
     Cut,
     bucket_of,
-    columns_of_group,
     cut_product,
     num_tiles,
 )
 from paceline.kernels.streamed_kernel import streamed_kernel
+from paceline.kernels.streamed_results import TURN
 from paceline.kernels.tensor_descriptors import TensorDescriptor, describe
 
 
@@ -58,12 +58,12 @@ def cuts_of(weight: torch.Tensor, *, gated: bool = False) -> dict[int, Cut]:
 
 
 def make_exchange(device: torch.device) -> torch.Tensor:
-    """What the products of a device exchange their sums through, 8.25 MiB on an H200.
+    """What the products of a device exchange their sums through, 2.1 MiB on an H200.
 
     All that share it must run one after the other, on one stream or ordered as on one. It is filled here and left as
     it was by every product, so it must be made before a CUDA graph is recorded that uses it, and not moved after.
     """
-    words = num_processors(device) * WEIGHT_ROWS * BUCKETS[-1]  # the sums of a program for each processor
+    words = num_processors(device) * WEIGHT_ROWS * MOST_ROWS_OF_PIECES  # the sums of a program for each processor
     return torch.full((words,), -1, dtype=torch.int32, device=device)
 
 
@@ -86,10 +86,11 @@ def streamed_linear(
     num_columns = _columns(weight, gated)
     cut = stream.cut
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
+    row_tiles = -(-num_rows // cut.rows)
     items = num_tiles(num_columns, gated, cut.groups) * cut.pieces
     launch(
         streamed_kernel,
-        (min(items, num_processors(x.device)),),
+        (row_tiles, min(items, num_processors(x.device) // row_tiles)),
         _describe_weight(weight, cut, gated),
         describe(x, (num_rows, size), (size, 1), (cut.rows, cut.inner)),
         x if bias is None else bias,
@@ -118,13 +119,12 @@ def _columns(weight: torch.Tensor, gated: bool) -> int:
 
 
 def _describe_weight(weight: torch.Tensor, cut: Cut, gated: bool) -> TensorDescriptor:
-    """Describe weight [N, K], or [2 * N, K] as [N / 8, 2, 8, K]: 8 rows for the gate, then 8 for up."""
+    """Describe weight [N, K] as [N / 16, 2, 8, K]: 8 even rows, then 8 odd ones; [2 * N, K] so for gate and up."""
     num_rows, size = weight.shape
-    if not gated:
-        return describe(weight, (num_rows, size), (size, 1), (WEIGHT_ROWS, cut.inner))
-    return describe(
-        weight,
-        (num_rows // 2 // ALIGNMENT, 2, ALIGNMENT, size),
-        (ALIGNMENT * size, num_rows // 2 * size, size, 1),
-        (columns_of_group(gated) // ALIGNMENT, 2, ALIGNMENT, cut.inner),
-    )
+    turn = TURN.value
+    if gated:
+        shape, strides = (num_rows // 2 // turn, 2, turn), (turn * size, num_rows // 2 * size, size)
+    else:
+        shape, strides = (num_rows // (2 * turn), 2, turn), (2 * turn * size, size, 2 * size)
+    box = (WEIGHT_ROWS // (2 * turn), 2, turn)
+    return describe(weight, (*shape, size), (*strides, 1), (*box, cut.inner))
