@@ -40,10 +40,10 @@ class BlockUsage:
 class BlockManager:
     """Hands out blocks and takes them back.
 
-    When a block becomes findable: as soon as a plan that computes its last token is made and its token values are
-    known, but only to later plans. Executors run plans in order, so whoever finds the block reads it after it was
-    written, even if the request that computes it is aborted or preempted meanwhile: a submitted plan still runs. A
-    step that fails ends the engine, and the cache with it.
+    When a block becomes findable: once a plan that computes its last token has been made and its token values are
+    known; while that plan is made, the block is announced. Executors run plans in order, so whoever finds the block
+    reads it after it was written, even if the request that computes it is aborted or preempted meanwhile: a submitted
+    plan still runs. A step that fails ends the engine, and the cache with it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache) -> None:
@@ -68,7 +68,7 @@ class BlockManager:
         return BlockUsage(len(self._free), len(self._cached), self._num_blocks - self.available)
 
     def begin_plan(self) -> None:
-        """Blocks published before this call are findable for the plan made next."""
+        """Nothing is announced yet for the plan made next."""
         self._cache.begin_plan()
 
     def match_prefix(self, table: BlockTable, token_ids: Sequence[int], *, use: bool = True) -> PrefixMatch:
@@ -96,42 +96,40 @@ class BlockManager:
             else:
                 self.block_holders[block_id] = SHARED
             self._holders[block_id] += 1
-        table.block_ids = list(match.block_ids)
-        for _ in range(self._blocks_for(num_tokens) - len(match.block_ids)):
-            self.append(table)
+        new = self._take(self._blocks_for(num_tokens) - len(match.block_ids), table.slot)
+        table.block_ids = [*match.block_ids, *new]
 
     def append(self, table: BlockTable) -> int:
         """Add one block to a table and return its id. The caller made sure that one is available."""
-        if self._free:
-            block_id = self._free.pop()
-        else:
-            block_id, _ = self._cached.popitem(last=False)
-            self._cache.forget(block_id)
-        self._holders[block_id] = 1
-        self.block_holders[block_id] = table.slot
+        (block_id,) = self._take(1, table.slot)
         table.block_ids.append(block_id)
         return block_id
 
     def release(self, table: BlockTable) -> None:
         """Take back all blocks of a table; those that are findable stay so until they are handed out again."""
+        holders, block_holders, findable = self._holders, self.block_holders, self._cache.block_ids
         # Last block first, so that the end of a prefix is forgotten before the beginning it hangs on.
         for block_id in reversed(table.block_ids):
-            self._holders[block_id] -= 1
-            if self._holders[block_id] == 0:
-                if block_id in self._cache:
+            holders[block_id] -= 1
+            if holders[block_id] == 0:
+                if block_id in findable:
                     self._cached[block_id] = None
-                    self.block_holders[block_id] = CACHED
+                    block_holders[block_id] = CACHED
                 else:
                     self._free.append(block_id)
-                    self.block_holders[block_id] = FREE
+                    block_holders[block_id] = FREE
         table.block_ids = []
+
+    def announce(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+        """Say what `publish` will make findable once the plan being made, which computes it, is on its way."""
+        self._cache.announce(table.chain, token_ids, self._num_full(token_ids, num_computed))
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Make findable what is full of known tokens and computed by the plans made so far.
 
         token_ids: all known ids; num_computed: how many leading tokens those plans compute.
         """
-        num_full = min(num_computed, len(token_ids)) // self.block_size
+        num_full = self._num_full(token_ids, num_computed)
         if num_full <= table.chain.num_published:
             return
         for block_id in self._cache.publish(table.chain, token_ids, table.block_ids, num_full):
@@ -164,10 +162,26 @@ class BlockManager:
             if shown not in states or (len(slots_of.get(block_id, ())) > 1 and shown != SHARED):
                 raise AssertionError(f"block {block_id} is shown as {shown}, but is one of {states}")
         self._cache.check_invariants()
-        if any(block_id in self._cache for block_id in free):
+        if free & self._cache.block_ids:
             raise AssertionError("a free block is findable")
-        if not all(block_id in self._cache for block_id in cached):
+        if cached - self._cache.block_ids:
             raise AssertionError("a cached block is not findable")
+
+    def _take(self, count: int, slot: int) -> list[int]:
+        """Hand out so many blocks, which are available, to the request in a slot."""
+        num_free = min(count, len(self._free))
+        taken = [self._free.pop() for _ in range(num_free)]
+        for _ in range(count - num_free):
+            block_id, _ = self._cached.popitem(last=False)
+            self._cache.forget(block_id)
+            taken.append(block_id)
+        for block_id in taken:
+            self._holders[block_id] = 1
+            self.block_holders[block_id] = slot
+        return taken
+
+    def _num_full(self, token_ids: Sequence[int], num_computed: int) -> int:
+        return min(num_computed, len(token_ids)) // self.block_size
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -85,22 +85,22 @@ class Coordinator:
             raise InputError(f"request id {request_id!r} is in use: choose another")
         if params.n != 1:
             raise InputError(f"n is {params.n}: add one request per answer")
-        check_prompt(prompt_token_ids, self._limits.vocab_size, self._max_len, self._max_len_setting)
+        token_ids = check_prompt(prompt_token_ids, self._limits.vocab_size, self._max_len, self._max_len_setting)
         stop_ids = resolve_stop_ids(params, eos_token_ids, self._limits.vocab_size)
         max_len = self._max_len
         if params.max_tokens is not None:
-            max_len = min(max_len, len(prompt_token_ids) + params.max_tokens)
+            max_len = min(max_len, len(token_ids) + params.max_tokens)
         request = Request(
             id=request_id,
-            token_ids=list(prompt_token_ids),
-            prompt_len=len(prompt_token_ids),
+            token_ids=token_ids,
+            prompt_len=len(token_ids),
             max_len=max_len,
             sampling=resolve_sampling(params, stop_ids),
             stop_ids=frozenset(stop_ids),
             rank=(priority, self._num_arrived),
             table=BlockTable(PrefixChain(cache_salt)),
             arrived=self._clock(),
-            num_known=len(prompt_token_ids),
+            num_known=len(token_ids),
             end_ids_to_avoid=tuple(eos_token_ids) if params.ignore_eos else (),
         )
         if params.grammar is None or request.ends_with_its_prompt:

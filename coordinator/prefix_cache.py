@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -58,7 +58,6 @@ class _Entry:
     salt: str
     parent: int
     serial: int
-    born: int
 
     def confirms(self, tokens: bytes, parent: int, salt: str) -> bool:
         return self.parent == parent and self.tokens == tokens and self.salt == salt
@@ -79,36 +78,42 @@ class PrefixCache:
         self._digest = digest or secret_digest()
         self._by_key: dict[bytes, _Entry] = {}
         self._by_block: dict[int, _Entry] = {}
+        self._coming: set[bytes] = set()
+        """Keys of what the plan being made computes: of each request the first block alone, since who shares a later
+        one shares that."""
         self._last_serial = ROOT
-        self._plan = 0
 
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._by_block
+    @property
+    def block_ids(self) -> Set[int]:
+        """The findable blocks, as they are at any time."""
+        return self._by_block.keys()
 
     def begin_plan(self) -> None:
-        """Make what was published so far findable; what is published from here on is so for the next plan."""
-        self._plan += 1
+        """Take back what was announced for the plan before."""
+        self._coming.clear()
 
     def match(self, chain: PrefixChain, token_ids: Sequence[int], max_blocks: int) -> PrefixMatch:
         """Find the leading blocks of token_ids, at most max_blocks, and point the chain at the last one found."""
-        if not self._enabled:
-            return PrefixMatch([], next_is_coming=False)
-        self._extend(chain, token_ids, max_blocks)
         found: list[int] = []
-        parent = ROOT
-        coming = False
-        for key, tokens in zip(chain.keys[:max_blocks], chain.tokens, strict=False):
-            entry = self._by_key.get(key)
-            if entry is None or not entry.confirms(tokens, parent, chain.salt):
-                break
-            if entry.born == self._plan:
-                coming = True
-                break
+        chain.num_published, chain.tip = 0, ROOT
+        while self._enabled and chain.num_published < max_blocks:
+            num_hashed = len(chain.keys)
+            if chain.num_published == num_hashed:
+                # Twice as many each time: a new prompt's first step need not wait for the hashes of all its blocks.
+                self._extend(chain, token_ids, min(max(2 * num_hashed, 1), max_blocks))
+            entry = self._follow(chain)
+            if entry is None:
+                return PrefixMatch(found, chain.keys[chain.num_published] in self._coming)
             found.append(entry.block_id)
-            parent = entry.serial
-        chain.num_published = len(found)
-        chain.tip = parent
-        return PrefixMatch(found, coming)
+        return PrefixMatch(found, next_is_coming=False)
+
+    def announce(self, chain: PrefixChain, token_ids: Sequence[int], num_blocks: int) -> None:
+        """Say that the plan being made computes what cannot be found yet of a request's first num_blocks blocks."""
+        while self._enabled and chain.num_published < num_blocks:
+            self._extend(chain, token_ids, chain.num_published + 1)
+            if self._follow(chain) is None:
+                self._coming.add(chain.keys[chain.num_published])
+                return
 
     def publish(
         self, chain: PrefixChain, token_ids: Sequence[int], block_ids: Sequence[int], num_blocks: int
@@ -122,16 +127,13 @@ class PrefixCache:
             return []
         self._extend(chain, token_ids, num_blocks)
         displaced: list[int] = []
-        for index in range(chain.num_published, num_blocks):
-            key, tokens = chain.keys[index], chain.tokens[index]
-            entry = self._by_key.get(key)
-            if entry is None or not entry.confirms(tokens, chain.tip, chain.salt):
+        while chain.num_published < num_blocks:
+            if self._follow(chain) is None:
+                entry = self._by_key.get(chain.keys[chain.num_published])
                 if entry is not None:
                     self.forget(entry.block_id)
                     displaced.append(entry.block_id)
-                entry = self._insert(block_ids[index], key, tokens, chain)
-            chain.tip = entry.serial
-        chain.num_published = num_blocks
+                self._insert(block_ids[chain.num_published], chain)
         return displaced
 
     def forget(self, block_id: int) -> None:
@@ -147,12 +149,26 @@ class PrefixCache:
             if entry.block_id != block_id or self._by_key.get(entry.key) is not entry:
                 raise AssertionError(f"block {block_id} is findable under a key that leads elsewhere")
 
-    def _insert(self, block_id: int, key: bytes, tokens: bytes, chain: PrefixChain) -> _Entry:
+    def _follow(self, chain: PrefixChain) -> _Entry | None:
+        """Point the chain at its next block and return that, where it is findable."""
+        index = chain.num_published
+        entry = self._by_key.get(chain.keys[index])
+        if entry is None or not entry.confirms(chain.tokens[index], chain.tip, chain.salt):
+            return None
+        chain.num_published += 1
+        chain.tip = entry.serial
+        return entry
+
+    def _insert(self, block_id: int, chain: PrefixChain) -> None:
+        """Make the chain's next block findable as this one, and point the chain at it."""
+        index = chain.num_published
+        key = chain.keys[index]
         self._last_serial += 1
-        entry = _Entry(block_id, key, tokens, chain.salt, chain.tip, self._last_serial, self._plan)
+        entry = _Entry(block_id, key, chain.tokens[index], chain.salt, chain.tip, self._last_serial)
         self._by_key[key] = entry
         self._by_block[block_id] = entry
-        return entry
+        chain.num_published += 1
+        chain.tip = entry.serial
 
     def _extend(self, chain: PrefixChain, token_ids: Sequence[int], num_blocks: int) -> None:
         """Hash the blocks that the chain lacks, up to num_blocks."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -32,8 +34,8 @@ class Request:
     """
 
     id: str
-    token_ids: list[int]
-    """Prompt and output as far as their values are known."""
+    token_ids: array[int]
+    """Prompt and output as far as their values are known; int32, as they travel to the ranks and are hashed."""
     prompt_len: int
     max_len: int
     """The answer ends when prompt and output together have this many tokens."""
@@ -135,8 +137,8 @@ def resolve_sampling(params: SamplingParams, stop_ids: tuple[int, ...]) -> RowSa
     )
 
 
-def check_prompt(token_ids: Sequence[int], vocab_size: int, max_len: int, setting: str) -> None:
-    """Raise InputError where a prompt is empty, leaves no room below max_len, or holds what is no token id.
+def check_prompt(token_ids: Sequence[int], vocab_size: int, max_len: int, setting: str) -> array[int]:
+    """The prompt's ids as int32; InputError where it is empty, leaves no room below max_len, or holds what is no id.
 
     setting: the name of what sets max_len, for the message.
     """
@@ -147,11 +149,15 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_len: int, settin
             f"the prompt has {len(token_ids)} tokens, "
             f"but {setting} allows at most {max_len} in prompt and answer together"
         )
-    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-        return
-    for position, token in enumerate(token_ids):
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise InputError(
-                f"the prompt's token at position {position} is {token!r}, "
-                f"but token ids are whole numbers from 0 to {vocab_size - 1}"
-            )
+    # The device waits for this: no prompt of a call runs before all have been looked at.
+    ids = token_ids if isinstance(token_ids, (list, tuple)) else list(token_ids)  # `array` reads bytes four at a time
+    if list(map(type, ids)).count(int) == len(ids) and max(ids) < vocab_size:
+        with suppress(OverflowError):  # of a negative id
+            return array("i", array("I", ids).tobytes())
+    position, token = next(
+        (position, token) for position, token in enumerate(ids) if type(token) is not int or not 0 <= token < vocab_size
+    )
+    raise InputError(
+        f"the prompt's token at position {position} is {token!r}, "
+        f"but token ids are whole numbers from 0 to {vocab_size - 1}"
+    )

@@ -168,7 +168,6 @@ class Scheduler:
             request = self.waiting[0]
             if request.awaits_tokens:
                 return  # preempted with a sampled token still on its way; its history is not complete yet
-            self.publish_planned()
             match = self.blocks.match_prefix(request.table, request.token_ids, use=not request.wants_scores)
             # A block that this plan computes can be shared from the next plan on: waiting beats computing it twice.
             if match.next_is_coming or not self._fits(request, match):
@@ -198,7 +197,7 @@ class Scheduler:
         draft.admissions.append(
             Admission(
                 slot=request.slot,
-                token_ids=tuple(request.token_ids),
+                token_ids=request.token_ids[:],
                 prompt_len=request.prompt_len,
                 num_computed=request.num_computed,
                 block_ids=tuple(request.table.block_ids),
@@ -212,6 +211,7 @@ class Scheduler:
         draft.prompt_budget -= count
         draft.prompts.append((request, count))
         request.num_computed += count
+        self.blocks.announce(request.table, request.token_ids, request.num_computed)
         self._unpublished.append(request)
 
     def _finish_draft(self, draft: _Draft, now: float) -> ScheduledStep:

@@ -172,7 +172,8 @@ class Engine:
         try:
             for index in range(params.n):
                 request_id = str(next(self._ids))
-                single = dataclasses.replace(params, n=1, seed=choice_seed(params.seed, index))
+                seed = choice_seed(params.seed, index)
+                single = params if params.n == 1 else dataclasses.replace(params, n=1, seed=seed)
                 self.coordinator.add_request(request_id, prompt_token_ids, single, eos_token_ids=self.end_ids)
                 self._answers[request_id] = AnswerText(self.tokenizer, params)
                 request_ids.append(request_id)

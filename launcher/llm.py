@@ -289,7 +289,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Sequence):
         raise InputError(f"prompts must be a text, token ids, or a list of them, got {prompts!r}")
     items = list(prompts)
-    if items and all(is_int(item) for item in items):
+    if items and all(map(is_int, items)):
         return [items]  # type: ignore[list-item]
     for index, item in enumerate(items):
         if not isinstance(item, (str, Sequence)):

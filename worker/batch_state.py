@@ -6,9 +6,11 @@ need nothing from the host but which slots run. The host keeps counts alone (nev
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -131,9 +133,8 @@ class BatchState:
             sampling.presence_penalty,
             sampling.frequency_penalty,
         )
-        for index, values in ((_INTS, ints), (_FLOATS, float_bits(floats))):
-            for row, value in enumerate(values):
-                self._memory.write(index, row * self.num_slots + slot, (value,))
+        self._memory.write_apart(_INTS, slot, self.num_slots, ints)
+        self._memory.write_apart(_FLOATS, slot, self.num_slots, float_bits(floats))
         self._memory.write(_SEEDS, 2 * slot, long_bits(sampling.seed))
         self.host_known[slot] = known
         self.host_computed[slot] = admission.num_computed
@@ -152,12 +153,11 @@ class BatchState:
         return tuple(self.sampling[slot] if samples else GREEDY for slot, samples in pairs)
 
     def _write_rows(self, rows: StepRows) -> HostRows:
-        starts = [0]
-        for count in rows.counts:
-            starts.append(starts[-1] + count)
+        starts = array("i", accumulate(rows.counts, initial=0))
         padding = self.num_slots - len(rows.slots)
-        step = [*rows.slots, *[-1] * padding, *starts, *starts[-1:] * padding, *rows.samples, *[0] * padding]
-        self._memory.write(_STEP, 0, step)
+        slots = array("i", rows.slots) + array("i", [-1]) * padding
+        samples = array("i", rows.samples) + array("i", [0]) * padding
+        self._memory.write(_STEP, 0, slots + starts + starts[-1:] * padding + samples)
         return HostRows(
             rows=rows,
             shape=StepShape(starts[-1], len(rows.slots), max(rows.counts) > 1, 1 in rows.counts),

@@ -49,6 +49,15 @@ class StateMemory:
         self._run_places.append(self._places[index] + offset)
         self._run_starts.append(end)
 
+    def write_apart(self, index: int, offset: int, stride: int, values: Sequence[int]) -> None:
+        """`write` of single values, each of them stride words after the one before."""
+        count, begin = len(values), len(self._values)
+        place = self._places[index] + offset
+        self._values.extend(values)
+        self._longest = max(self._longest, 1)
+        self._run_places.extend(range(place, place + count * stride, stride))
+        self._run_starts.extend(range(begin + 1, begin + count + 1))
+
     def store(self) -> None:
         """Store what was written, in the order of the current stream; the host does not wait for it."""
         num_runs = len(self._run_places)

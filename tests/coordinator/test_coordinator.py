@@ -25,6 +25,21 @@ def test_what_is_no_token_id_is_refused_with_its_position_and_the_limit(make_har
     harness.add("bad", [0, 999], max_tokens=1)
 
 
+@pytest.mark.parametrize("prompt", [(65, 66, 67, 68), range(65, 69), b"ABCD"])
+def test_any_sequence_of_ids_is_a_prompt(make_harness, toy_answer, prompt):
+    harness = make_harness()
+    harness.add("a", prompt, max_tokens=3)
+    assert harness.run()["a"] == toy_answer([65, 66, 67, 68], 3)
+
+
+def test_a_prompt_is_what_it_was_when_it_was_given(make_harness, toy_answer):
+    harness = make_harness()
+    prompt = list(PROMPT)
+    harness.add("a", prompt, max_tokens=3)
+    prompt[:] = [1, 2]
+    assert harness.run()["a"] == toy_answer(PROMPT, 3)
+
+
 def test_an_empty_prompt_is_refused(make_harness):
     with pytest.raises(InputError, match="empty"):
         make_harness().add("a", [])

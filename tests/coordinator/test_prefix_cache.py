@@ -19,9 +19,7 @@ def cache() -> PrefixCache:
 
 
 def publish(cache: PrefixCache, tokens: list[int], block_ids: list[int], salt: str = "") -> list[int]:
-    displaced = cache.publish(PrefixChain(salt), tokens, block_ids, len(block_ids))
-    cache.begin_plan()
-    return displaced
+    return cache.publish(PrefixChain(salt), tokens, block_ids, len(block_ids))
 
 
 def find(cache: PrefixCache, tokens: list[int], salt: str = "") -> list[int]:
@@ -55,13 +53,74 @@ def test_salts_share_nothing(cache):
     assert find(cache, [1, 2], salt="tenant a") == [10]
 
 
+def look(cache: PrefixCache, tokens: list[int]) -> tuple[list[int], bool]:
+    match = cache.match(PrefixChain(""), tokens, len(tokens) // SIZE)
+    return match.block_ids, match.next_is_coming
+
+
 def test_what_this_plan_computes_is_announced_but_not_found_yet(cache):
-    cache.publish(PrefixChain(""), [1, 2, 3, 4], [10, 11], 2)
-    match = cache.match(PrefixChain(""), [1, 2, 3, 4], 2)
-    assert (match.block_ids, match.next_is_coming) == ([], True)
+    tokens, chain = [1, 2, 3, 4], PrefixChain("")
+    cache.announce(chain, tokens, 2)
+    assert look(cache, [1, 2, 3, 4]) == ([], True)
+    assert look(cache, [1, 2, 9, 9]) == ([], True)
+    assert look(cache, [1, 9, 3, 4]) == ([], False)
+    assert look(cache, [1]) == ([], False)
+    cache.publish(chain, tokens, [10, 11], 2)
     cache.begin_plan()
-    match = cache.match(PrefixChain(""), [1, 2, 3, 4], 2)
-    assert (match.block_ids, match.next_is_coming) == ([10, 11], False)
+    assert look(cache, [1, 2, 3, 4]) == ([10, 11], False)
+    assert look(cache, [1, 2, 9, 9]) == ([10], False)
+
+
+def test_only_what_cannot_be_found_yet_is_announced(cache):
+    publish(cache, [1, 2, 3, 4], [10, 11])
+    cache.announce(PrefixChain(""), [1, 2, 3, 4], 2)  # it computes for itself what others find
+    assert look(cache, [1, 2, 3, 4]) == ([10, 11], False)
+    assert look(cache, [1, 2, 9, 9]) == ([10], False)
+    cache.announce(PrefixChain(""), [1, 2, 3, 4, 5, 6, 7, 8], 4)
+    assert look(cache, [1, 2, 3, 4, 5, 6]) == ([10, 11], True)
+    assert look(cache, [1, 2, 9, 9]) == ([10], False)
+
+
+def test_what_a_plan_does_not_complete_is_not_announced(cache):
+    chain = PrefixChain("")
+    cache.announce(chain, [1, 2, 3, 4], 1)
+    cache.publish(chain, [1, 2, 3, 4], [10, 11], 1)
+    cache.begin_plan()
+    cache.announce(chain, [1, 2, 3, 4], 1)
+    assert look(cache, [1, 2, 3, 4]) == ([10], False)
+    cache.announce(chain, [1, 2, 3, 4], 2)
+    assert look(cache, [1, 2, 3, 4]) == ([10], True)
+
+
+def test_an_announcement_is_for_one_plan(cache):
+    cache.announce(PrefixChain(""), [1, 2], 1)
+    cache.begin_plan()
+    assert look(cache, [1, 2]) == ([], False)
+
+
+def test_without_a_cache_nothing_is_announced():
+    cache = PrefixCache(SIZE, enabled=False)
+    cache.announce(PrefixChain(""), [1, 2], 1)
+    assert look(cache, [1, 2]) == ([], False)
+
+
+def test_a_new_prompt_is_hashed_no_further_than_it_takes_to_see_that():
+    hashed: list[bytes] = []
+
+    def digest(data: bytes) -> bytes:
+        hashed.append(data)
+        return secret(data)
+
+    secret = secret_digest()
+    cache = PrefixCache(SIZE, digest=digest)
+    chain = PrefixChain("")
+    assert cache.match(chain, range(100), 50).block_ids == []
+    cache.announce(chain, range(100), 50)
+    assert len(hashed) == 2  # the salt and the first block
+    cache.publish(chain, range(100), range(50), 50)
+    assert len(hashed) == 51
+    assert find(cache, [*range(20), 1, 1, *range(200)]) == [*range(10)]
+    assert len(hashed) == 51 + 1 + 16
 
 
 def test_a_chain_can_be_published_bit_by_bit(cache):
@@ -70,15 +129,14 @@ def test_a_chain_can_be_published_bit_by_bit(cache):
     cache.publish(chain, tokens, [10, 11], 1)
     tokens += [4, 5]
     cache.publish(chain, tokens, [10, 11, 12], 2)
-    cache.begin_plan()
     assert find(cache, [1, 2, 3, 4]) == [10, 11]
-    assert 12 not in cache
+    assert cache.block_ids == {10, 11}
 
 
 def test_the_second_copy_of_a_block_stays_private(cache):
     publish(cache, [1, 2, 3, 4], [10, 11])
     assert publish(cache, [1, 2, 5, 6], [20, 21]) == []
-    assert 20 not in cache
+    assert cache.block_ids == {10, 11, 21}
     assert find(cache, [1, 2, 5, 6]) == [10, 21]
 
 

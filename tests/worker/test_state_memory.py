@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 import torch
 
+from paceline.kernels.store_runs import store_runs_triton
 from paceline.worker.state_memory import StateMemory
 from paceline.worker.upload import float_bits, long_bits
 
@@ -39,8 +41,17 @@ def test_what_is_written_is_there_once_it_is_stored() -> None:
     assert few.view(torch.float32).tolist() == [[0, 0, 0], [0, 1.5, 0]]
     assert flat.tolist() == [0] * 69 + [7]
     assert pairs.view(torch.int64).view(-1).tolist() == [0, -(2**62) + 5, 0, 0]
+    memory.write_apart(0, 1, 50, (70, 80))
     memory.write(2, 0, array("i", [9]))
     memory.store()
     memory.store()
     assert flat.tolist() == [9] + [0] * 68 + [7]
-    assert rows[1].tolist() == [*range(1, 51)]
+    assert rows.tolist() == [[0, 70, *[0] * 48], [1, 80, *range(3, 51)], [0] * 50]
+
+
+def test_values_apart_alone_are_stored_by_the_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.worker.state_memory.store_runs", store_runs_triton)
+    memory = StateMemory(SHAPES, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    memory.write_apart(1, 2, 3, float_bits([1.5, 2.5]))
+    memory.store()
+    assert memory.tensors[1].view(torch.float32).tolist() == [[0, 0, 1.5], [0, 0, 2.5]]
