@@ -1,4 +1,4 @@
-"""The engine on a GPU in bfloat16 against the CPU path in float32, on real shapes with the same dummy weights."""
+"""The engine on a GPU in bfloat16 against float32 on real shapes: its CPU path, and transformers on the same GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
@@ -91,8 +92,8 @@ GENERATE = """
 import json, sys
 from paceline import LLM, SamplingParams
 
-folder, prompts = sys.argv[1], json.loads(sys.argv[2])
-llm = LLM(folder, device="cuda", load_format="dummy", max_model_len=1024, max_batched_tokens=256, num_blocks=512)
+folder, load_format, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+llm = LLM(folder, device="cuda", load_format=load_format, max_model_len=1024, max_batched_tokens=256, num_blocks=512)
 def answers(**rules):
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, **rules)
     return [output.outputs[0] for output in llm.generate(prompts, params)]
@@ -103,29 +104,58 @@ print(json.dumps([[answer.token_ids for answer in each] for each in (plain, bias
 """
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu2)])
-@pytest.mark.parametrize("config", [QWEN3_06B, LLAMA_32_1B], ids=["qwen3-0.6b", "llama3.2-1b"])
-def test_greedy_decoding_agrees_with_the_cpu(config: dict[str, object], size: int, tmp_path: Path) -> None:
-    """Every token that the GPUs take is the float32 argmax, or within the margin of bfloat16 of it."""
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "generate.py").write_text(GENERATE)
-    rng = random.Random(0)
-    prompts = [[rng.randrange(10, 100000) for _ in range(length)] for length in (5, 64, 300, 17)]
+PROMPTS = [[random.Random(length).randrange(10, 100000) for _ in range(length)] for length in (5, 64, 300, 17)]
+MODELS = pytest.mark.parametrize("config", [QWEN3_06B, LLAMA_32_1B], ids=["qwen3-0.6b", "llama3.2-1b"])
+
+
+def generate(folder: Path, load_format: str, size: int) -> tuple[list[list[list[int]]], list[list[float]]]:
+    """Three engine runs' answers to PROMPTS, and the log-probabilities that the last of them gives for its tokens."""
+    script = folder / "generate.py"
+    script.write_text(GENERATE)
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    result = subprocess.run(
-        [sys.executable, "-m", *torchrun, str(tmp_path / "generate.py"), str(tmp_path), json.dumps(prompts)],
-        capture_output=True,
-        text=True,
-    )
+    arguments = [str(folder), load_format, json.dumps(PROMPTS)]
+    result = subprocess.run([sys.executable, "-m", *torchrun, str(script), *arguments], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     *runs, logprobs = json.loads(result.stdout)
+    return runs, logprobs
+
+
+def assert_taken(answer: Sequence[int], logits: torch.Tensor) -> None:
+    """Every token is the argmax of the logits before it, or within the margin of bfloat16 of it, and seldom that."""
+    taken = torch.tensor(answer, device=logits.device)[:, None]
+    shortfall = logits.amax(1) - logits.gather(1, taken)[:, 0]
+    assert shortfall.max() <= MARGIN, f"token {int(shortfall.argmax())} is {shortfall.max():.3f} below the best"
+    assert (shortfall == 0).float().mean() >= 0.8
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu2)])
+@MODELS
+def test_greedy_decoding_agrees_with_the_cpu(config: dict[str, object], size: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    runs, logprobs = generate(tmp_path, "dummy", size)
     for answers in runs:
         reported = answers is runs[-1]
-        for prompt, answer, chosen in zip(prompts, answers, logprobs, strict=True):
+        for prompt, answer, chosen in zip(PROMPTS, answers, logprobs, strict=True):
             logits = float32_logits(tmp_path, [*prompt, *answer[:-1]], len(prompt) - 1)
-            taken = torch.tensor(answer)[:, None]
-            shortfall = logits.amax(1) - logits.gather(1, taken)[:, 0]
-            assert shortfall.max() <= MARGIN, f"token {int(shortfall.argmax())} is {shortfall.max():.3f} below the best"
-            assert (shortfall == 0).float().mean() >= 0.8
-            expected = torch.log_softmax(logits, -1).gather(1, taken)[:, 0]
+            assert_taken(answer, logits)
+            expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]
             assert not reported or (torch.tensor(chosen) - expected).abs().max() < MARGIN
+
+
+@pytest.mark.gpu
+@MODELS
+def test_greedy_decoding_of_a_checkpoint_agrees_with_transformers(config: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        reference = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16, attn_implementation="eager"
+        )
+    reference.save_pretrained(tmp_path)
+    runs, _ = generate(tmp_path, "safetensors", 1)
+    reference.float()
+    for answers in runs:
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            with torch.inference_mode():
+                ids = torch.tensor([[*prompt, *answer[:-1]]], device="cuda")
+                assert_taken(answer, reference(ids).logits[0, len(prompt) - 1 :])
