@@ -1,15 +1,15 @@
-"""Sampling over a large vocabulary: the Gumbel argmax, and the filters before it, beside plain PyTorch.
+"""Sampling over a large vocabulary: the Gumbel argmax alone and after filters, beside plain PyTorch.
 
     ./launch.sh bench sampling [--rows 1 64] [--write]
 
-Each kernel is compared with its reference before it is timed. Bandwidths count every logit read once, and for a filter
-written once. Logits take turns, so that the L2 cache serves none of them.
+Each kernel is compared with its reference before it is timed. Bandwidths count every logit read once. Logits take
+turns, so that the L2 cache serves none of them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from paceline.kernels.gumbel_argmax import gumbel_argmax
 from paceline.kernels.gumbel_noise import gumbel_noise
-from paceline.kernels.top_k_top_p import filter_logits, filter_logits_reference
+from paceline.kernels.top_k_top_p import find_cutoffs, find_cutoffs_reference
 
 VOCAB = 151936
 ROWS = (1, 4, 16, 64, 256)
@@ -36,7 +36,6 @@ SPREADS = {"flat": 1.0, "peaked": 4.0}
 
 Rules = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """temperature [S] float32, top_k [S] int32, top_p [S] float32, min_p [S] float32."""
-Filter = Callable[..., torch.Tensor]
 
 
 def main() -> None:
@@ -50,7 +49,7 @@ def main() -> None:
     print(f"copy: {copy / 1e12:.2f} TB/s; vocabulary: {VOCAB}")
     print("rows  dtype     what                    kernel            error        us   TB/s  of copy  memory MiB")
     figures = []
-    for measure in (measure_argmax, measure_filter):
+    for measure in (measure_argmax, measure_filtered):
         for rows in arguments.rows:
             for figure in measure(rows):
                 rate = figure["bytes"] / figure["us"] * 1e6
@@ -71,6 +70,7 @@ class Choice:
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._arrivals = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._no_cutoffs = torch.full((num_rows,), float("-inf"), device=device)
 
     def __call__(
         self,
@@ -79,10 +79,11 @@ class Choice:
         seeds: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
+        cutoffs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token ids [R]."""
-        width = logits.shape[1]
-        settings = temperature, seeds, positions, slots, 0, width, self._arrivals
+        cutoffs = self._no_cutoffs if cutoffs is None else cutoffs
+        settings = temperature, seeds, positions, slots, 0, logits.shape[1], cutoffs, self._arrivals
         return gumbel_argmax(logits, *settings, as_token_ids=True)
 
 
@@ -123,25 +124,35 @@ def measure_argmax(rows: int) -> Iterator[dict[str, Any]]:
 
 
 @torch.inference_mode()
-def measure_filter(rows: int) -> Iterator[dict[str, Any]]:
-    """Check and time the filters at so many rows; they work in place, on logits that are restored between replays."""
-    nbytes = rows * VOCAB * 4
+def measure_filtered(rows: int) -> Iterator[dict[str, Any]]:
+    """Check the filters and time the choice of tokens with them, at so many rows of the model's type."""
+    dtype = torch.bfloat16
+    seeds = torch.randint(-(2**62), 2**62, (rows,), device="cuda")
+    positions = torch.randint(0, 32768, (rows,), dtype=torch.int32, device="cuda")
+    everyone = torch.arange(rows, device="cuda")
+    choice = Choice(rows, everyone.device)
+
+    def by_cutoffs(logits: torch.Tensor, rules: Rules) -> torch.Tensor:
+        cutoffs = find_cutoffs(logits, everyone, everyone, *rules)
+        return choice(logits, rules[0], seeds, positions, everyone, cutoffs)
+
+    def by_sorting(logits: torch.Tensor, rules: Rules) -> torch.Tensor:
+        return choose_by_torch(filter_by_sorting(logits.float(), *rules), rules[0], seeds, positions, everyone)
+
+    nbytes = rows * VOCAB * dtype.itemsize
     for spread_name, spread in SPREADS.items():
-        fresh = [random_logits(rows, spread, torch.float32) for _ in range(gpu_timing.copies_beyond_cache(nbytes))]
-        sets = [logits.clone() for logits in fresh]
-
-        def restore(sets: Sequence[torch.Tensor] = sets, fresh: Sequence[torch.Tensor] = fresh) -> None:
-            torch._foreach_copy_(sets, fresh)
-
+        sets = [random_logits(rows, spread, dtype) for _ in range(gpu_timing.copies_beyond_cache(nbytes))]
         for rule_name, rule in RULES.items():
             rules = rules_of_rows(rows, *rule)
-            for name, kernel in (("torch, sorted", filter_by_sorting), ("paceline", filter_logits)):
-                restore()
-                error = misplaced_mass(kernel(sets[0], *rules), fresh[0], rules)
+            kept = {
+                "torch, sorted": filter_by_sorting(sets[0].float(), *rules) > float("-inf"),
+                "paceline": sets[0] >= find_cutoffs(sets[0], everyone, everyone, *rules)[:, None],
+            }
+            for name, kernel in (("torch, sorted", by_sorting), ("paceline", by_cutoffs)):
                 what = f"{rule_name}, {spread_name}"
+                error = misplaced_mass(kept[name], sets[0], rules)
                 gpu_timing.check_error(f"{what} by {name} at {rows} rows", error, MAX_MASS[name])
-                calls = [partial(kernel, logits, *rules) for logits in sets]
-                yield timed(rows, torch.float32, what, name, error, 2 * nbytes, calls, restore)
+                yield timed(rows, dtype, what, name, error, nbytes, [partial(kernel, each, rules) for each in sets])
 
 
 def timed(
@@ -152,7 +163,6 @@ def timed(
     error: float | None,
     nbytes: int,
     calls: Sequence[gpu_timing.Call],
-    restore: gpu_timing.Call | None = None,
 ) -> dict[str, Any]:
     """Time calls that move at least nbytes each, and name the figures."""
     return {
@@ -162,7 +172,7 @@ def timed(
         "kernel": kernel,
         "error": error,
         "bytes": nbytes,
-        "us": gpu_timing.seconds_a_call(calls, restore) * 1e6,
+        "us": gpu_timing.seconds_a_call(calls) * 1e6,
         "workspace_mib": gpu_timing.workspace_bytes(calls[0]) / 2**20,
     }
 
@@ -185,7 +195,7 @@ def rules_of_rows(rows: int, top_k: int, top_p: float, min_p: float) -> Rules:
 def filter_by_sorting(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """`filter_logits` by a sort of the whole vocabulary, in place."""
+    """Logits with what the rules drop at minus infinity, by a sort of the whole vocabulary; in place."""
     infinity, width = float("inf"), logits.shape[1]
     ordered, order = logits.sort(dim=-1, descending=True)
     kth = torch.where((top_k > 0) & (top_k < width), top_k, width).long() - 1
@@ -209,19 +219,15 @@ def shortfall(
     return float((scores.amax(-1) - scores.gather(1, chosen[:, None])[:, 0]).max())
 
 
-def misplaced_mass(filtered: torch.Tensor, logits: torch.Tensor, rules: Rules) -> float:
+def misplaced_mass(kept: torch.Tensor, logits: torch.Tensor, rules: Rules) -> float:
     """The most probability, of a row, on tokens that are kept where the reference drops them, or the reverse.
 
-    A kept logit that was changed makes it NaN. Of many rows, CHECKED_ROWS are looked at.
+    Of many rows, CHECKED_ROWS are looked at.
     """
     rows = torch.linspace(0, logits.shape[0] - 1, min(logits.shape[0], CHECKED_ROWS), device=logits.device).long()
-    filtered, logits, rules = filtered[rows], logits[rows], tuple(rule[rows] for rule in rules)
-    kept = filtered != float("-inf")
-    if not torch.equal(filtered[kept], logits[kept]):
-        return float("nan")
-    expected = filter_logits_reference(logits.clone(), *rules) != float("-inf")
-    probabilities = (logits / rules[0][:, None]).softmax(-1)
-    return float((probabilities * (kept != expected)).sum(-1).max())
+    expected = logits[rows] >= find_cutoffs_reference(logits, rows, rows, *rules)[:, None]
+    probabilities = (logits[rows].float() / rules[0][rows, None]).softmax(-1)
+    return float((probabilities * (kept[rows] != expected)).sum(-1).max())
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ def gumbel_argmax(
     slots: torch.Tensor,
     vocab_start: int,
     vocab_valid: int,
+    cutoffs: torch.Tensor,
     arrivals: torch.Tensor,
     *,
     as_token_ids: bool = False,
@@ -45,15 +46,16 @@ def gumbel_argmax(
     logits: [R, V] float32, bfloat16 or float16, contiguous; column c is token vocab_start + c, and columns from
     vocab_valid on are padding, never chosen. slots: [R] int32 or int64; row r has the settings at slots[r], or is
     padding itself where that is negative: then its key is less than any token's. temperature: [S] float32. seeds: [S]
-    int64. positions: [S] int32 or int64, those of the tokens to draw.
+    int64. positions: [S] int32 or int64, those of the tokens to draw. cutoffs: [R or more] float32, of each row the
+    least logit that may win, not above the largest.
 
     arrivals: [R or more] int32, zero before the first call and again after each. Calls that share it must follow each
     other, as they do on one stream.
     """
-    settings = temperature, seeds, positions, slots
+    what = logits, temperature, seeds, positions, slots, vocab_start, vocab_valid, cutoffs
     if logits.is_cuda:
-        return gumbel_argmax_triton(logits, *settings, vocab_start, vocab_valid, arrivals, as_token_ids=as_token_ids)
-    keys = gumbel_argmax_reference(logits, *settings, vocab_start, vocab_valid)
+        return gumbel_argmax_triton(*what, arrivals, as_token_ids=as_token_ids)
+    keys = gumbel_argmax_reference(*what)
     return token_ids_of(keys) if as_token_ids else keys
 
 
@@ -70,6 +72,7 @@ def gumbel_argmax_reference(
     slots: torch.Tensor,
     vocab_start: int,
     vocab_valid: int,
+    cutoffs: torch.Tensor,
 ) -> torch.Tensor:
     """`gumbel_argmax` in plain PyTorch."""
     if vocab_valid == 0:
@@ -79,6 +82,9 @@ def gumbel_argmax_reference(
     temperature = temperature[slots].masked_fill_(padding, 0.0)
     infinity = float("inf")
     scores = torch.nan_to_num(logits[:, :vocab_valid].float(), nan=-infinity, posinf=infinity, neginf=-infinity)
+    least = cutoffs[: scores.shape[0], None]
+    if (least > -infinity).any():
+        scores.masked_fill_(scores < least, -infinity)
     token_ids = torch.arange(vocab_start, vocab_start + vocab_valid, device=logits.device)
     sampled = temperature.nonzero().flatten()
     rows_at_once = max(1, _NOISE_AT_ONCE // vocab_valid)
@@ -105,6 +111,7 @@ def gumbel_argmax_triton(
     slots: torch.Tensor,
     vocab_start: int,
     vocab_valid: int,
+    cutoffs: torch.Tensor,
     arrivals: torch.Tensor,
     *,
     as_token_ids: bool = False,
@@ -124,6 +131,7 @@ def gumbel_argmax_triton(
         seeds,
         positions,
         slots,
+        cutoffs,
         partial_keys,
         arrivals,
         winners,
@@ -147,6 +155,7 @@ def _gumbel_argmax_kernel(
     seeds_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     slots_ptr: tl.tensor,
+    cutoffs_ptr: tl.tensor,
     partial_keys_ptr: tl.tensor,
     arrivals_ptr: tl.tensor,
     winners_ptr: tl.tensor,
@@ -173,9 +182,11 @@ def _gumbel_argmax_kernel(
     row_key = row_key_triton(tl.load(seeds_ptr + slot), tl.load(positions_ptr + slot))
     first_token = vocab_start + first
     if temperature > 0:
-        score, column = _best(row_ptr, valid, first_token, row_key, temperature, True, BLOCK, STEPS, ON_GPU)
+        cutoff = tl.load(cutoffs_ptr + row)
+        score, column = _best(row_ptr, valid, first_token, row_key, temperature, cutoff, True, BLOCK, STEPS, ON_GPU)
     else:
-        score, column = _best(row_ptr, valid, first_token, row_key, temperature, False, BLOCK, STEPS, ON_GPU)
+        # The largest logit wins, which no cutoff excludes.
+        score, column = _best(row_ptr, valid, first_token, row_key, temperature, 0.0, False, BLOCK, STEPS, ON_GPU)
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - first_token - column).to(tl.int64)
@@ -205,12 +216,13 @@ def _best(
     first_token: tl.tensor,
     row_key: tl.tensor,
     temperature: tl.tensor,
+    cutoff: tl.tensor,
     NOISY: tl.constexpr,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the best score among STEPS * BLOCK columns and the first column that has it.
+    """Return the best score among STEPS * BLOCK columns and the first column that has it; NOISY: above a cutoff.
 
     Each lane keeps its best score and the step that it came from; only the end compares lanes.
     """
@@ -224,6 +236,7 @@ def _best(
         column = step * BLOCK
         scores = tl.load(row_ptr + column + lanes, mask=lanes < valid - column, other=float("-inf")).to(tl.float32)
         if NOISY:
+            scores = tl.where(scores >= cutoff, scores, float("-inf"))
             scores += scale * log2_exponential_triton(counters, low, high, ON_GPU)
             counters += BLOCK
         # False of NaN, and of equal scores, of which the first counts.

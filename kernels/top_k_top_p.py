@@ -1,6 +1,7 @@
 """Drop unlikely tokens before sampling: top-k, top-p (nucleus, arXiv 1904.09751) and min-p (arXiv 2407.01082).
 
-Each of the three keeps what lies at or above a threshold: the vocabulary need not be sorted, only thresholds found.
+Each of the three keeps what lies at or above a threshold. So the vocabulary need not be sorted, and a row has one
+cutoff, the largest of the three: logits stay as they are, and the draw (gumbel_argmax.py) passes over those below.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import torch
 import triton
 
 from paceline.kernels.launch import launch
-from paceline.kernels.top_k_top_p_kernels import BOUNDS, TOTALS, apply_kernel, collect_kernel, survey_kernel
+from paceline.kernels.top_k_top_p_kernels import BOUNDS, TOTALS, collect_kernel, survey_kernel
 from paceline.kernels.top_k_top_p_search import interval_kernel, search_kernel
 
 _TILE = 4096
@@ -20,44 +21,57 @@ _CAPACITY = 16384
 """Logits of a row among which its threshold is searched for; a sample of _SAMPLE promises that they suffice."""
 
 
-def filter_logits(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+def find_cutoffs(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """Set the logits of dropped tokens to -inf, in place, and return logits.
+    """Return the least logit that stays of each of some rows, [n] float32; -inf where nothing is filtered.
 
     top-k keeps the k largest logits and any equal to the k-th. Of these, top-p keeps the fewest likeliest whose share
     of their probability under softmax(logits / temperature) reaches top_p, and any equal to the last. min-p drops
     tokens less than min_p times as likely as the likeliest. The largest logit always stays. NaN counts as -inf.
-    A row with nothing to filter keeps its bits: top_k 0 or at least V, top_p 1 and min_p 0; or temperature 0.
+    Nothing is filtered with top_k 0 or at least V, top_p 1 and min_p 0; nor at temperature 0.
 
-    logits: [S, V] float32, contiguous along V. temperature, top_p, min_p: [S] float32. top_k: [S] int32.
+    logits: [R, V] float32, bfloat16 or float16, contiguous along V. rows: [n] int64, indices of logits. slots: [n]
+    int32 or int64; the i-th of rows has the settings at slots[i]. temperature, top_p, min_p: [S] float32. top_k: [S]
+    int32.
     """
-    run = filter_logits_triton if logits.is_cuda else filter_logits_reference
-    return run(logits, temperature, top_k, top_p, min_p)
+    run = find_cutoffs_triton if logits.is_cuda else find_cutoffs_reference
+    return run(logits, rows, slots, temperature, top_k, top_p, min_p)
 
 
-def filter_logits_reference(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+def find_cutoffs_reference(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """`filter_logits` in plain PyTorch."""
-    for row, t, k, p, low in zip(
-        logits, temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True
-    ):
-        k = k if k < row.shape[0] else 0
-        if t > 0 and (k > 0 or p < 1 or low > 0):
-            _filter_row_(row, t, k, p, low)
-    return logits
+    """`find_cutoffs` in plain PyTorch."""
+    settings = [each[slots.long()].tolist() for each in (temperature, top_k, top_p, min_p)]
+    cutoffs = [_cutoff(logits[row].float(), *of_row) for row, *of_row in zip(rows.tolist(), *settings, strict=True)]
+    return torch.tensor(cutoffs, dtype=torch.float32, device=logits.device)
 
 
-def _filter_row_(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def _cutoff(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> float:
+    top_k = top_k if top_k < row.shape[0] else 0
     infinity = float("inf")
-    row.nan_to_num_(nan=-infinity, posinf=infinity, neginf=-infinity)
+    if temperature <= 0 or not (top_k > 0 or top_p < 1 or min_p > 0):
+        return -infinity
+    row = row.nan_to_num(nan=-infinity, posinf=infinity, neginf=-infinity)
     kept = row[row >= row.topk(top_k).values[-1]] if top_k > 0 else row
     if top_p < 1:
         kept = _nucleus(kept, temperature, top_p)
     if min_p > 0:
         kept = kept[_weights(kept, temperature) >= min_p]
-    row.masked_fill_(row < kept.min(), -infinity)
+    return float(kept.min())
 
 
 def _nucleus(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
@@ -78,60 +92,53 @@ def _weights(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return torch.where(logits == peak, 1.0, ((logits - peak) / temperature).exp_())
 
 
-def filter_logits_triton(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+def find_cutoffs_triton(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """`filter_logits` by Triton kernels, of which three read the rows, several programs a row.
+    """`find_cutoffs` by Triton kernels, of which two read the rows, several programs a row.
 
     The first of these finds each row's peak and mass; from a sample of the row comes an interval that very likely holds
-    its threshold; the second collects the logits of the interval, among which the threshold is found; the third applies
-    it. An interval that does not hold the threshold, or holds too many logits, is noticed: then the whole row is
-    searched by one program. Masses of several programs add up as integers, so that a row's result depends neither on
-    its batch nor on the programs' order.
+    its threshold; the second collects the logits of the interval, among which the threshold is found. An interval that
+    does not hold the threshold, or holds too many logits, is noticed: then the whole row is searched by one program.
+    Masses of several programs add up as integers, so that a row's result depends neither on its batch nor on the
+    programs' order.
     """
-    num_rows, width = logits.shape
+    num_rows, width = rows.shape[0], logits.shape[1]
     tile = min(triton.next_power_of_2(width), _TILE)
     tiles = triton.cdiv(width, tile)
     capacity = min(width, _CAPACITY)
-    peaks, masses = torch.empty((2, num_rows, tiles), device=logits.device)
-    bounds = torch.empty((num_rows, BOUNDS.value), device=logits.device)
-    totals = torch.empty((num_rows, TOTALS.value), dtype=torch.int64, device=logits.device)
-    candidates = torch.empty((num_rows, capacity), device=logits.device)
-    rows = (logits, temperature, top_k, top_p, min_p)
+    device = logits.device
+    peaks, masses = torch.empty((2, num_rows, tiles), dtype=torch.float32, device=device)
+    bounds = torch.empty((num_rows, BOUNDS.value), dtype=torch.float32, device=device)
+    totals = torch.empty((num_rows, TOTALS.value), dtype=torch.int64, device=device)
+    candidates = torch.empty((num_rows, capacity), dtype=torch.float32, device=device)
+    cutoffs = torch.empty(num_rows, dtype=torch.float32, device=device)
+    what = (logits, rows, slots, temperature, top_k, top_p, min_p)
     stride = logits.stride(0)
-    launch(survey_kernel, (tiles, num_rows), *rows, peaks, masses, width, stride, TILE=tile, num_warps=8)
+    launch(survey_kernel, (tiles, num_rows), *what, peaks, masses, width, stride, TILE=tile, num_warps=8)
     launch(
         interval_kernel,
         (num_rows,),
-        *rows, peaks, masses, bounds, totals, width, stride, tiles,
+        *what, peaks, masses, bounds, totals, width, stride, tiles,
         TILES=triton.next_power_of_2(tiles), CAPACITY=capacity, SAMPLE=_SAMPLE, num_warps=16,
     )  # fmt: skip
     collect_tile = min(tile, _COLLECT_TILE)
     launch(
         collect_kernel,
         (triton.cdiv(width, collect_tile), num_rows),
-        *rows,
-        bounds,
-        totals,
-        candidates,
-        width,
-        stride,
-        TILE=collect_tile,
-        CAPACITY=capacity,
-        num_warps=8,
-    )
+        *what, bounds, totals, candidates, width, stride,
+        TILE=collect_tile, CAPACITY=capacity, num_warps=8,
+    )  # fmt: skip
     launch(
         search_kernel,
         (num_rows,),
-        *rows,
-        bounds,
-        totals,
-        candidates,
-        width,
-        stride,
-        BLOCK=_SEARCH_BLOCK,
-        CAPACITY=capacity,
-        num_warps=8,
-    )
-    launch(apply_kernel, (tiles, num_rows), *rows, bounds, width, stride, TILE=tile, num_warps=8)
-    return logits
+        *what, bounds, totals, candidates, cutoffs, width, stride,
+        BLOCK=_SEARCH_BLOCK, CAPACITY=capacity, num_warps=8,
+    )  # fmt: skip
+    return cutoffs

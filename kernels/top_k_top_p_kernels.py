@@ -1,12 +1,12 @@
-"""The Triton kernels of `filter_logits` that read whole rows, several programs a row, and what they share."""
+"""The Triton kernels of `find_cutoffs` that read whole rows, several programs a row, and what they share."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-BOUNDS = tl.constexpr(4)
-"""A row's float32: its peak; the interval to collect, low then high; the threshold."""
+BOUNDS = tl.constexpr(3)
+"""A row's float32: its peak; the interval to collect, low then high."""
 TOTALS = tl.constexpr(5)
 """A row's int64: number and mass of the logits in the interval, of those above it, and the mass of the row."""
 
@@ -14,6 +14,8 @@ TOTALS = tl.constexpr(5)
 @triton.jit(do_not_specialize_on_alignment=["masses_ptr"])
 def survey_kernel(
     logits_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
@@ -27,9 +29,9 @@ def survey_kernel(
     """Peak of TILE columns of one row, and their mass relative to it."""
     row = tl.program_id(1).to(tl.int64)
     # Not after what the settings decide: their loads would be waited for first.
-    logits = load(logits_ptr + row * outer_stride, tl.program_id(0) * TILE + tl.arange(0, TILE), width)
-    temperature = tl.load(temperature_ptr + row)
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    row_ptr = logits_ptr + tl.load(rows_ptr + row) * outer_stride
+    logits = load(row_ptr, tl.program_id(0) * TILE + tl.arange(0, TILE), width)
+    temperature, top_k, top_p, min_p = settings_of(row, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
     _, _, limited = limits(temperature, top_k, top_p, min_p, width)
     if ~limited:
         return
@@ -42,6 +44,8 @@ def survey_kernel(
 @triton.jit
 def collect_kernel(
     logits_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
@@ -57,9 +61,9 @@ def collect_kernel(
     """Collect the logits of TILE columns of one row that lie in its interval, and add up these and those above."""
     row = tl.program_id(1).to(tl.int64)
     # Not after what the settings decide: their loads would be waited for first.
-    logits = load(logits_ptr + row * outer_stride, tl.program_id(0) * TILE + tl.arange(0, TILE), width)
-    temperature = tl.load(temperature_ptr + row)
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    row_ptr = logits_ptr + tl.load(rows_ptr + row) * outer_stride
+    logits = load(row_ptr, tl.program_id(0) * TILE + tl.arange(0, TILE), width)
+    temperature, top_k, top_p, min_p = settings_of(row, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
     bounds_ptr += row * BOUNDS
     peak, low, high = tl.load(bounds_ptr), tl.load(bounds_ptr + 1), tl.load(bounds_ptr + 2)
     limits_count, limits_mass, limited = limits(temperature, top_k, top_p, min_p, width)
@@ -82,31 +86,18 @@ def collect_kernel(
 
 
 @triton.jit
-def apply_kernel(
-    logits_ptr: tl.tensor,
+def settings_of(
+    index: tl.tensor,
+    slots_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
     min_p_ptr: tl.tensor,
-    bounds_ptr: tl.tensor,
-    width: tl.tensor,
-    outer_stride: tl.tensor,
-    TILE: tl.constexpr,
-) -> None:
-    """Set TILE columns of one row to -inf where they lie below the threshold or are less likely than min_p asks."""
-    row = tl.program_id(1).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
-    _, _, limited = limits(temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), min_p, width)
-    if ~limited:
-        return
-    peak = tl.load(bounds_ptr + row * BOUNDS)
-    threshold = tl.load(bounds_ptr + row * BOUNDS + 3)
-    columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    row_ptr = logits_ptr + row * outer_stride
-    logits = load(row_ptr, columns, width)
-    kept = (logits >= threshold) & (weight(logits, peak, 1.0 / temperature) >= min_p)
-    tl.store(row_ptr + columns, tl.where(kept, logits, float("-inf")), mask=columns < width)
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return temperature, top_k, top_p and min_p of the index-th of the rows that are filtered."""
+    slot = tl.load(slots_ptr + index).to(tl.int64)
+    top_k, top_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)
+    return tl.load(temperature_ptr + slot), top_k, top_p, tl.load(min_p_ptr + slot)
 
 
 @triton.jit
@@ -121,8 +112,8 @@ def limits(
 
 @triton.jit
 def load(values_ptr: tl.tensor, columns: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """Return the values of some columns: -inf for NaN and from column count on."""
-    values = tl.load(values_ptr + columns, mask=columns < count, other=float("-inf"))
+    """Return the values of some columns in float32: -inf for NaN and from column count on."""
+    values = tl.load(values_ptr + columns, mask=columns < count, other=float("-inf")).to(tl.float32)
     return tl.where(values != values, float("-inf"), values)
 
 

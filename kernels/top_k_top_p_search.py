@@ -1,16 +1,18 @@
-"""The Triton kernels of `filter_logits` that search, one program a row: an interval, and in it the threshold."""
+"""The Triton kernels of `find_cutoffs` that search, one program a row: an interval, and in it the threshold."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from paceline.kernels.top_k_top_p_kernels import BOUNDS, TOTALS, fixed, limits, load, weight
+from paceline.kernels.top_k_top_p_kernels import BOUNDS, TOTALS, fixed, limits, load, settings_of, weight
 
 
 @triton.jit(do_not_specialize_on_alignment=["masses_ptr"])
 def interval_kernel(
     logits_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
@@ -28,8 +30,7 @@ def interval_kernel(
 ) -> None:
     """Join what `survey_kernel` found out about the tiles of a row, and choose the interval to collect."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    temperature, top_k, top_p, min_p = settings_of(row, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
     limits_count, limits_mass, limited = limits(temperature, top_k, top_p, min_p, width)
     if ~limited:
         return
@@ -43,7 +44,8 @@ def interval_kernel(
     # What fits anyway is collected whole.
     if (limits_count | limits_mass) & (width > CAPACITY) & (peak > float("-inf")):
         stride = (width + SAMPLE - 1) // SAMPLE
-        sample = load(logits_ptr + row * outer_stride, tl.arange(0, SAMPLE) * stride, width)
+        row_ptr = logits_ptr + tl.load(rows_ptr + row) * outer_stride
+        sample = load(row_ptr, tl.arange(0, SAMPLE) * stride, width)
         if limits_count:
             low, high = _interval(sample, peak, inverse_temperature, top_k.to(tl.float32), stride, False)
             # A nucleus among the k largest is searched for among all of them.
@@ -55,7 +57,6 @@ def interval_kernel(
     tl.store(bounds_ptr, peak)
     tl.store(bounds_ptr + 1, low)
     tl.store(bounds_ptr + 2, high)
-    tl.store(bounds_ptr + 3, float("-inf"))
     totals_ptr += row * TOTALS
     for total in tl.static_range(4):
         tl.store(totals_ptr + total, 0)
@@ -121,6 +122,8 @@ def _margin(amount: tl.tensor, unit: tl.tensor) -> tl.tensor:
 @triton.jit
 def search_kernel(
     logits_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
@@ -128,21 +131,47 @@ def search_kernel(
     bounds_ptr: tl.tensor,
     totals_ptr: tl.tensor,
     candidates_ptr: tl.tensor,
+    cutoffs_ptr: tl.tensor,
     width: tl.tensor,
     outer_stride: tl.tensor,
     BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
 ) -> None:
-    """Find the threshold of one row, among what was collected if that holds it."""
+    """Find the cutoff of one row."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    temperature, top_k, top_p, min_p = settings_of(row, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
     limits_count, limits_mass, limited = limits(temperature, top_k, top_p, min_p, width)
-    if ~(limited & (limits_count | limits_mass)):
-        return
-    inverse_temperature = 1.0 / temperature
-    bounds_ptr += row * BOUNDS
-    totals_ptr += row * TOTALS
+    cutoff = tl.full((), float("-inf"), dtype=tl.float32)
+    if limited:
+        inverse_temperature = 1.0 / temperature
+        peak = tl.load(bounds_ptr + row * BOUNDS)
+        if limits_count | limits_mass:
+            row_ptr = logits_ptr + tl.load(rows_ptr + row) * outer_stride
+            cutoff = _threshold(
+                row_ptr, bounds_ptr + row * BOUNDS, totals_ptr + row * TOTALS, candidates_ptr + row * CAPACITY,
+                width, inverse_temperature, top_k, top_p, limits_count, limits_mass, BLOCK, CAPACITY,
+            )  # fmt: skip
+        if min_p > 0.0:
+            cutoff = tl.maximum(cutoff, _least_likely(peak, inverse_temperature, min_p))
+    tl.store(cutoffs_ptr + row, cutoff)
+
+
+@triton.jit
+def _threshold(
+    row_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    candidates_ptr: tl.tensor,
+    width: tl.tensor,
+    inverse_temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    limits_count: tl.tensor,
+    limits_mass: tl.tensor,
+    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+) -> tl.tensor:
+    """Return the threshold of top-k and top-p in one row, from among what was collected if that holds it."""
     peak, low, high = tl.load(bounds_ptr), tl.load(bounds_ptr + 1), tl.load(bounds_ptr + 2)
     count, mass = tl.load(totals_ptr), tl.load(totals_ptr + 1)
     count_above, mass_above = tl.load(totals_ptr + 2), tl.load(totals_ptr + 3)
@@ -154,24 +183,60 @@ def search_kernel(
         held = held & (mass_above + mass >= target_mass)
     # An interval without bounds holds it too, if only because all logits above -inf stay.
     held = held | ((low == float("-inf")) & (count_above == 0))
-    low, high = tl.where(held, low, float("-inf")), tl.where(held, high, float("inf"))
-    values_ptr = candidates_ptr + row * CAPACITY
-    if ~held | (count > CAPACITY):
-        values_ptr = logits_ptr + row * outer_stride
-        count, count_above, mass_above = count * 0 + width, count_above * 0, mass_above * 0
-    threshold, most = low, tl.minimum(high, peak)
+    threshold = tl.where(held, low, float("-inf"))
+    most = tl.minimum(tl.where(held, high, float("inf")), peak)
+    if held & (count <= CAPACITY):
+        threshold = _search(
+            candidates_ptr, count, threshold, most, target_count - count_above, target_mass, mass_above,
+            peak, inverse_temperature, top_p, limits_count, limits_mass, BLOCK,
+        )  # fmt: skip
+    else:
+        threshold = _search(
+            row_ptr, count * 0 + width, threshold, most, target_count, target_mass, mass_above * 0,
+            peak, inverse_temperature, top_p, limits_count, limits_mass, BLOCK,
+        )  # fmt: skip
+    return threshold
+
+
+@triton.jit
+def _search(
+    values_ptr: tl.tensor,
+    count: tl.tensor,
+    threshold: tl.tensor,
+    most: tl.tensor,
+    target_count: tl.tensor,
+    target_mass: tl.tensor,
+    mass_above: tl.tensor,
+    peak: tl.tensor,
+    inverse_temperature: tl.tensor,
+    top_p: tl.tensor,
+    limits_count: tl.tensor,
+    limits_mass: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Return the threshold, from the given one to most, by values that with mass_above others make up the row."""
     if limits_count:
-        target = target_count - count_above
         threshold = _largest_threshold(
-            values_ptr, count, threshold, most, target, peak, inverse_temperature, False, BLOCK
+            values_ptr, count, threshold, most, target_count, peak, inverse_temperature, False, BLOCK
         )
         target_mass = _share(top_p, _mass(values_ptr, count, threshold, peak, inverse_temperature, BLOCK))
     if limits_mass:
-        target = target_mass - mass_above
         threshold = _largest_threshold(
-            values_ptr, count, threshold, most, target, peak, inverse_temperature, True, BLOCK
+            values_ptr, count, threshold, most, target_mass - mass_above, peak, inverse_temperature, True, BLOCK
         )
-    tl.store(bounds_ptr + 3, threshold)
+    return threshold
+
+
+@triton.jit
+def _least_likely(peak: tl.tensor, inverse_temperature: tl.tensor, min_p: tl.tensor) -> tl.tensor:
+    """Return the least float32 that is min_p times as likely as the peak."""
+    low = _ordered(tl.full((), float("-inf"), dtype=tl.float32)).to(tl.int64)
+    high = _ordered(peak).to(tl.int64)
+    while low < high:
+        middle = (low + high) >> 1
+        likely = weight(_float_of(middle), peak, inverse_temperature) >= min_p
+        low, high = tl.where(likely, low, middle + 1), tl.where(likely, middle, high)
+    return _float_of(low)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import torch
 
 from paceline.coordinator.messages import RowSampling
 from paceline.kernels.gumbel_argmax import gumbel_argmax, token_ids_of
-from paceline.kernels.top_k_top_p import filter_logits
+from paceline.kernels.top_k_top_p import find_cutoffs
 from paceline.model.communicator import Communicator
 from paceline.model.shard_plan import Span
 from paceline.worker.batch_state import BatchState, HostRows
@@ -90,6 +90,7 @@ class Sampler:
         self._vocab = vocab
         self._vocab_size = vocab_size
         self._arrivals = torch.zeros(state.num_slots, dtype=torch.int32, device=state.device)
+        self._no_cutoffs = torch.full((state.num_slots,), float("-inf"), device=state.device)
         self._rows: HostRows | None = None
         self._is_plain = True
         self._ruled: _RuledRows | None = None
@@ -99,17 +100,18 @@ class Sampler:
         self._see(rows)
         return self._is_plain
 
-    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor, cutoffs: torch.Tensor | None = None) -> torch.Tensor:
         """Token ids [R] int64, equal on every rank, of the step's rows; logits are local, [R, padded shard width].
 
-        Depends on nothing that the host knows of the rows, so that a CUDA graph can hold it.
+        cutoffs: [R] float32, the least logit that may be drawn of each row; without them any may, and this depends on
+        nothing that the host knows of the rows, so that a CUDA graph can hold it.
         """
-        drawn = self.draw(logits)
+        drawn = self.draw(logits, cutoffs)
         if self._communicator.size == 1:
             return drawn
         return token_ids_of(self._communicator.all_reduce_max(drawn))
 
-    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, cutoffs: torch.Tensor | None = None) -> torch.Tensor:
         """Keys [R] int64 of the best ids of this rank's shard, of which `choose` takes the maximum over ranks.
 
         Of a rank alone these are the ids themselves.
@@ -123,6 +125,7 @@ class Sampler:
             state.slots(logits.shape[0]),
             self._vocab.start,
             self._vocab.length,
+            self._no_cutoffs if cutoffs is None else cutoffs,
             self._arrivals,
             as_token_ids=self._communicator.size == 1,
         )
@@ -143,7 +146,8 @@ class Sampler:
         if masks:
             # Before all else: from minus infinity no rule comes back.
             mask_logits(logits, rows.rows, masks, self._vocab)
-        token_ids = self.choose(self._filter(self._adjust(logits, rows, ruled), ruled.filtered))
+        logits = self._adjust(logits, rows, ruled)
+        token_ids = self.choose(logits, self._find_cutoffs(logits, ruled.filtered))
         if model_logits is None:
             return token_ids, None
         return token_ids, _logprobs(model_logits, token_ids, ruled.reported, ruled.most_logprobs)
@@ -268,27 +272,29 @@ class Sampler:
         output_counts = count(in_output)
         return logits - frequency * output_counts - presence * (output_counts > 0)
 
-    def _filter(self, logits: torch.Tensor, filtered: _Group) -> torch.Tensor:
-        """Apply top-k, top-p and min-p to the rows that have them; they need the whole vocabulary on each rank."""
+    def _find_cutoffs(self, logits: torch.Tensor, filtered: _Group) -> torch.Tensor | None:
+        """Of each row the least logit that top-k, top-p and min-p keep; they need the whole vocabulary on each rank."""
         if not filtered.rows:
-            return logits
-        state, slots = self._state, filtered.slots
-        whole = filter_logits(
-            self._gather(logits.index_select(0, filtered.index).float()),
-            *(each.index_select(0, slots) for each in (state.temperature, state.top_k, state.top_p, state.min_p)),
-        )
-        mine = whole[:, self._vocab.start : self._vocab.start + self._vocab.length]
-        padding = logits.shape[1] - mine.shape[1]
-        mine = torch.nn.functional.pad(mine, (0, padding), value=float("-inf"))
-        return logits.float().index_copy_(0, filtered.index, mine)
+            return None
+        state, whole, rows = self._state, logits[:, : self._vocab_size], filtered.index
+        if self._communicator.size > 1:
+            whole = self._gather(logits.index_select(0, filtered.index))
+            rows = torch.arange(len(filtered.rows), device=logits.device)
+        settings = state.temperature, state.top_k, state.top_p, state.min_p
+        found = find_cutoffs(whole, rows, filtered.slots, *settings)
+        return self._no_cutoffs[: logits.shape[0]].clone().index_copy_(0, filtered.index, found)
 
-    def compile_rules(self, num_rows: int) -> None:
-        """Within `compile_only`: compile what so many rows launch where any has rules that make logits float32."""
+    def compile_rules(self, num_rows: int, dtype: torch.dtype) -> None:
+        """Within `compile_only`: compile what so many rows launch where any has rules; dtype: of the model's logits.
+
+        Penalties and biases make logits float32.
+        """
         device = self._state.device
         index = torch.zeros(num_rows, dtype=torch.int64, device=device)
         everyone = _Group(list(range(num_rows)), index, index.int())
-        logits = torch.empty((num_rows, self._vocab.padded), dtype=torch.float32, device=device)
-        self.draw(self._filter(logits, everyone))
+        for each in (dtype, torch.float32):
+            logits = torch.empty((num_rows, self._vocab.padded), dtype=each, device=device)
+            self.draw(logits, self._find_cutoffs(logits, everyone))
 
     def _gather(self, logits: torch.Tensor) -> torch.Tensor:
         """The whole vocabulary's logits [n, vocab_size] of local ones [n, W]; every rank's shard starts at rank * W."""

@@ -174,7 +174,7 @@ class Worker:
             keys = self._sampler.draw(self._model.logits(*self._launch_hidden(shape)))
             self.state.advance(shape, keys)
         for num_rows in {shape.num_rows for shape in shapes}:
-            self._sampler.compile_rules(num_rows)
+            self._sampler.compile_rules(num_rows, self._dtype)
 
     def _block_shape(self) -> tuple[int, int, int]:
         kv_heads = self._plan.kv_heads(self._ranks.rank).padded

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import sampling
 import torch
 
-from paceline.kernels.top_k_top_p import filter_logits_reference
+from paceline.kernels.top_k_top_p import find_cutoffs_reference
 
 
 def rules(rows: int, top_k: int, top_p: float, min_p: float) -> sampling.Rules:
@@ -20,24 +18,31 @@ def rules(rows: int, top_k: int, top_p: float, min_p: float) -> sampling.Rules:
     )
 
 
+def kept_by_reference(logits: torch.Tensor, rules: sampling.Rules) -> torch.Tensor:
+    everyone = torch.arange(logits.shape[0])
+    return logits >= find_cutoffs_reference(logits, everyone, everyone, *rules)[:, None]
+
+
 @pytest.mark.parametrize("rule", [*sampling.RULES.values(), (0, 1.0, 0.3), (2000, 0.5, 0.0)])
 def test_the_sorting_filter_keeps_what_the_reference_keeps(rule: tuple[int, float, float]) -> None:
     torch.manual_seed(0)
     logits = 2 * torch.randn(5, 1000)
-    expected = filter_logits_reference(logits.clone(), *rules(5, *rule))
-    assert torch.equal(sampling.filter_by_sorting(logits.clone(), *rules(5, *rule)), expected)
+    kept = kept_by_reference(logits, rules(5, *rule))
+    filtered = sampling.filter_by_sorting(logits.clone(), *rules(5, *rule))
+    assert torch.equal(filtered, logits.masked_fill(~kept, float("-inf")))
 
 
-def test_a_filter_that_keeps_too_much_or_changes_a_logit_is_found() -> None:
+def test_a_filter_that_keeps_too_much_or_too_little_is_found() -> None:
     torch.manual_seed(0)
     logits = 2 * torch.randn(5, 1000)
     rule = rules(5, 50, 1.0, 0.0)
-    right = filter_logits_reference(logits.clone(), *rule)
-    assert sampling.misplaced_mass(right, logits, rule) == 0
-    expected = (logits / 0.7).softmax(-1).masked_fill(right != -math.inf, 0).sum(-1).max()
-    assert sampling.misplaced_mass(logits.clone(), logits, rule) == pytest.approx(float(expected), rel=1e-4)
-    right[3, right[3].argmax()] += 1e-3
-    assert math.isnan(sampling.misplaced_mass(right, logits, rule))
+    kept = kept_by_reference(logits, rule)
+    assert sampling.misplaced_mass(kept, logits, rule) == 0
+    probabilities = (logits / 0.7).softmax(-1)
+    dropped = probabilities.masked_fill(kept, 0).sum(-1).max()
+    assert sampling.misplaced_mass(torch.ones_like(kept), logits, rule) == pytest.approx(float(dropped), rel=1e-4)
+    kept[3, probabilities[3].argmax()] = False
+    assert sampling.misplaced_mass(kept, logits, rule) == pytest.approx(float(probabilities[3].max()), rel=1e-4)
 
 
 def test_a_choice_below_the_best_is_found() -> None:

@@ -32,7 +32,7 @@ from paceline.kernels.skinny_linear import skinny_linear
 from paceline.kernels.store_runs import store_runs
 from paceline.kernels.streamed_linear import Stream, cuts_of, make_exchange, streamed_linear
 from paceline.kernels.tiled_linear import heads_tiling, tiled_gated_linear, tiled_heads_linear
-from paceline.kernels.top_k_top_p import filter_logits
+from paceline.kernels.top_k_top_p import find_cutoffs
 
 MAX_SHARED_BYTES = 227 * 1024
 SLOTS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS = 256, 4096, 16, 1000
@@ -123,8 +123,10 @@ def call_all() -> None:
         call_tiled(*shape)
     for num_rows in (1, 256):
         settings = floats(SLOTS), tensor(SLOTS, dtype=torch.int64), ints(SLOTS), ints(num_rows)
-        gumbel_argmax(tensor(num_rows, 151936), *settings, 0, 151936, ints(SLOTS))
-    filter_logits(floats(4, 151936), floats(4), ints(4), floats(4), floats(4))
+        gumbel_argmax(tensor(num_rows, 151936), *settings, 0, 151936, floats(SLOTS), ints(SLOTS))
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = tensor(4, dtype=torch.int64), ints(4)
+        find_cutoffs(tensor(4, 151936, dtype=dtype), *rows, floats(SLOTS), ints(SLOTS), floats(SLOTS), floats(SLOTS))
 
 
 def call_attention(heads: int, kv_heads: int, head_dim: int, *, rotated: int, with_norm: bool) -> None:

@@ -23,15 +23,25 @@ NOISE_ERROR = 3e-6
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 
 
-def argmax_by_kernel(logits: torch.Tensor, *settings: Any) -> torch.Tensor:
-    return gumbel_argmax_triton(logits, *settings, arrivals_for(logits))
+def argmax_by_kernel(logits: torch.Tensor, *settings: Any, cutoffs: torch.Tensor | None = None) -> torch.Tensor:
+    return gumbel_argmax_triton(
+        logits, *settings, no_cutoffs(logits) if cutoffs is None else cutoffs, arrivals_for(logits)
+    )
+
+
+def argmax_by_reference(logits: torch.Tensor, *settings: Any, cutoffs: torch.Tensor | None = None) -> torch.Tensor:
+    return gumbel_argmax_reference(logits, *settings, no_cutoffs(logits) if cutoffs is None else cutoffs)
+
+
+def no_cutoffs(logits: torch.Tensor) -> torch.Tensor:
+    return torch.full((logits.shape[0],), -INF, device=logits.device)
 
 
 def arrivals_for(logits: torch.Tensor) -> torch.Tensor:
     return torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
 
 
-BOTH = pytest.mark.parametrize("sample", [gumbel_argmax_reference, argmax_by_kernel])
+BOTH = pytest.mark.parametrize("sample", [argmax_by_reference, argmax_by_kernel])
 
 
 def scores_of(keys: torch.Tensor) -> torch.Tensor:
@@ -123,6 +133,26 @@ def test_a_row_without_a_slot_is_padding(sample: Sample, device: torch.device) -
 
 
 @BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_below_a_row_s_cutoff_is_drawn(sample: Sample, dtype: torch.dtype, device: torch.device) -> None:
+    """What is equal to it may be, NaN may not; the other rows' draws are as they were, and logits keep their bits."""
+    logits = torch.randn(40, 300, device=device).to(dtype)
+    logits[:, 7] = NAN
+    settings, before = rows(40, 2.0, device), logits.clone()
+    free = sample(logits, *settings, 0, 300)
+    cutoffs = no_cutoffs(logits)
+    cutoffs[::2] = logits.float().nan_to_num(-INF).topk(5).values[::2, -1]
+    drawn = token_ids_of(sample(logits, *settings, 0, 300, cutoffs=cutoffs))
+    assert torch.equal(drawn[1::2], token_ids_of(free)[1::2])
+    taken = logits.float()[::2].gather(1, drawn[::2, None])[:, 0]
+    assert (taken >= cutoffs[::2]).all()
+    assert (taken == cutoffs[::2]).any()
+    dropped = torch.where(logits.float() >= cutoffs[:, None], logits.float(), -INF)
+    assert torch.equal(drawn, token_ids_of(sample(dropped, *settings, 0, 300)))
+    assert torch.equal(logits.view(torch.uint8), before.view(torch.uint8))
+
+
+@BOTH
 def test_winners_anywhere_in_a_row_of_many_programs(sample: Sample, device: torch.device) -> None:
     """Twice: a launch must leave the counts of arrived programs as it found them."""
     width, columns = 5003, [0, 1023, 1024, 4095, 4096, 5002]
@@ -139,7 +169,7 @@ def test_one_shard_alone_can_give_token_ids(kernel: bool, device: torch.device) 
     logits = torch.randn(3, 3000, device=where)
     temperature, seeds, positions, slots = rows(3, 0.7, where)
     slots[1] = -1
-    settings = (logits, temperature, seeds, positions, slots, 0, 2900, arrivals_for(logits))
+    settings = (logits, temperature, seeds, positions, slots, 0, 2900, no_cutoffs(logits), arrivals_for(logits))
     run = gumbel_argmax_triton if kernel else gumbel_argmax
     assert torch.equal(run(*settings, as_token_ids=True), token_ids_of(run(*settings)))
 
@@ -177,7 +207,7 @@ def test_kernel_equals_reference(dtype: torch.dtype, temperatures: tuple[float, 
     settings = (torch.tensor(temperatures, device=device), *rows(2, 0.0, device)[1:])
     before = logits.clone()
     actual = argmax_by_kernel(logits, *settings, 1000, 8050)
-    expected = gumbel_argmax_reference(logits, *settings, 1000, 8050)
+    expected = argmax_by_reference(logits, *settings, 1000, 8050)
     assert torch.equal(token_ids_of(actual), token_ids_of(expected))
     torch.testing.assert_close(scores_of(actual), scores_of(expected), rtol=NOISE_ERROR, atol=NOISE_ERROR)
     assert torch.equal(logits, before)
@@ -248,7 +278,9 @@ def test_samples_follow_the_softmax(temperature: float, vary: str) -> None:
     counter, constant = torch.arange(draws), torch.full((draws,), 1234)
     seeds, positions = (constant, counter) if vary == "positions" else (counter, constant)
     temperatures = torch.full((draws,), temperature)
-    keys = gumbel_argmax(logits.repeat(draws, 1), temperatures, seeds, positions, counter, 0, 8, arrivals_for(counter))
+    many = logits.repeat(draws, 1)
+    settings = temperatures, seeds, positions, counter, 0, 8, no_cutoffs(many), arrivals_for(many)
+    keys = gumbel_argmax(many, *settings)
     counts = torch.bincount(token_ids_of(keys), minlength=8).double()
     expected = draws * (logits.double() / temperature).softmax(0)
     assert counts[7] == 0
@@ -264,7 +296,9 @@ def test_large(dtype: torch.dtype) -> None:
     settings = rows(64, 0.8, device)
     settings[0][::2] = 0.0
     greedy = (settings[0] == 0.0)[settings[3].long()].cpu()
-    actual = gumbel_argmax(logits, *settings, 0, 151900, arrivals_for(logits))
-    expected = gumbel_argmax_reference(*(tensor.cpu() for tensor in (logits, *settings)), 0, 151900)
+    cutoffs = no_cutoffs(logits)
+    cutoffs[1::3] = 2.5
+    actual = gumbel_argmax(logits, *settings, 0, 151900, cutoffs, arrivals_for(logits))
+    expected = gumbel_argmax_reference(*(tensor.cpu() for tensor in (logits, *settings)), 0, 151900, cutoffs.cpu())
     assert torch.equal(actual.cpu()[greedy], expected[greedy])
     torch.testing.assert_close(scores_of(actual).cpu(), scores_of(expected), rtol=NOISE_ERROR, atol=NOISE_ERROR)

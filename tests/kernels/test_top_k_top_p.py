@@ -1,4 +1,4 @@
-"""Filters before sampling, against an oracle that sorts."""
+"""Cutoffs of top-k, top-p and min-p, against an oracle that sorts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline.kernels.top_k_top_p import filter_logits, filter_logits_reference, filter_logits_triton
+from paceline.kernels.top_k_top_p import find_cutoffs, find_cutoffs_reference, find_cutoffs_triton
 
-Filter = Callable[..., torch.Tensor]
+Find = Callable[..., torch.Tensor]
 INF, NAN = float("inf"), float("nan")
-BOTH = pytest.mark.parametrize("run", [filter_logits_reference, filter_logits_triton])
+BOTH = pytest.mark.parametrize("find", [find_cutoffs_reference, find_cutoffs_triton])
+
+
+def kept(find: Find, logits: torch.Tensor, settings: list[torch.Tensor]) -> torch.Tensor:
+    """Which logits are at or above their rows' cutoffs, on the CPU; all rows, with a setting each."""
+    everyone = torch.arange(logits.shape[0], device=logits.device)
+    cutoffs = find(logits, everyone, everyone.int(), *settings)
+    assert cutoffs.dtype == torch.float32
+    return (logits.float() >= cutoffs[:, None]).cpu()
 
 
 def keep_by_sorting(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
@@ -51,22 +59,22 @@ MIXED = [
 
 
 @BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [100, 2500])
-def test_keeps_what_sorting_keeps(run: Filter, width: int, device: torch.device) -> None:
-    logits = torch.randn(len(MIXED), width, device=device) * 3
-    before = logits.cpu().clone()
-    out = run(logits, *settings(device, *MIXED))
-    assert out is logits
+def test_keeps_what_sorting_keeps(find: Find, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    logits = (torch.randn(len(MIXED), width, device=device) * 3).to(dtype)
+    before = logits.clone()
+    actual = kept(find, logits, settings(device, *MIXED))
+    assert torch.equal(logits, before)
     for row, (temperature, top_k, top_p, min_p) in enumerate(MIXED):
-        if temperature == 0:
-            assert torch.equal(out[row].cpu(), before[row])
-        else:
-            assert torch.equal(out[row].cpu(), keep_by_sorting(before[row], temperature, top_k, top_p, min_p)), row
+        whole = before[row].float().cpu()
+        expected = whole if temperature == 0 else keep_by_sorting(whole, temperature, top_k, top_p, min_p)
+        assert torch.equal(actual[row], expected > -INF), row
 
 
 @BOTH
 @pytest.mark.parametrize(
-    ("logits", "setting", "kept"),
+    ("logits", "setting", "stay"),
     [
         ([3.0, 1.0, 3.0, 2.0, 2.0, 2.0], (1.0, 3, 1.0, 0.0), [0, 2, 3, 4, 5]),
         ([0.0, 0.0, 0.0, 0.0], (1.0, 0, 0.5, 0.0), [0, 1, 2, 3]),
@@ -78,37 +86,37 @@ def test_keeps_what_sorting_keeps(run: Filter, width: int, device: torch.device)
         ([2.0, NAN, 1.0, NAN], (1.0, 2, 1.0, 0.0), [0, 2]),
         ([-INF, 2.0, -INF, 1.9], (1.0, 3, 0.9, 0.0), [1, 3]),
         ([-INF, INF, 3.0, INF], (1.0, 3, 0.9, 0.1), [1, 3]),
-        ([-INF, -INF], (1.0, 1, 0.5, 0.5), []),
+        ([-INF, INF, 3.0, INF], (1.0, 0, 1.0, 0.1), [1, 3]),
+        ([-INF, -INF], (1.0, 1, 0.5, 0.5), [0, 1]),
     ],
 )
 def test_edges(
-    run: Filter, logits: list[float], setting: tuple[float, int, float, float], kept: list[int], device: torch.device
+    find: Find, logits: list[float], setting: tuple[float, int, float, float], stay: list[int], device: torch.device
 ) -> None:
-    out = run(torch.tensor([logits], device=device), *settings(device, setting))[0].cpu()
-    assert (out > -INF).nonzero().flatten().tolist() == kept
-    assert not out.isnan().any()
-    assert torch.equal(out[kept], torch.tensor(logits)[kept])
+    actual = kept(find, torch.tensor([logits], device=device), settings(device, setting))[0]
+    assert actual.nonzero().flatten().tolist() == stay
 
 
 @BOTH
 @pytest.mark.parametrize("setting", [(1.0, 0, 1.0, 0.0), (1.0, 4, 1.0, 0.0), (0.0, 2, 0.1, 0.9)])
-def test_nothing_to_filter_keeps_every_bit(
-    run: Filter, setting: tuple[float, int, float, float], device: torch.device
+def test_nothing_to_filter_is_no_cutoff(
+    find: Find, setting: tuple[float, int, float, float], device: torch.device
 ) -> None:
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
     logits = torch.tensor([[NAN, -0.0, -INF, 1e-42]], device=device)
-    bits = logits.clone().view(torch.int32)
-    assert torch.equal(run(logits, *settings(device, setting)).view(torch.int32), bits)
+    assert find(logits, zero, zero, *settings(device, setting)).tolist() == [-INF]
 
 
 @BOTH
-def test_rows_of_a_wider_tensor(run: Filter, device: torch.device) -> None:
-    """A gathered vocabulary ends before its padding does: the rows lie further apart than they are wide."""
-    wide = torch.randn(len(MIXED), 107, device=device) * 3
-    before = wide.clone()
-    expected = filter_logits_reference(before[:, :100].cpu().contiguous(), *settings(torch.device("cpu"), *MIXED))
-    run(wide[:, :100], *settings(device, *MIXED))
-    assert torch.equal(wide[:, :100].cpu(), expected)
-    assert torch.equal(wide[:, 100:], before[:, 100:])
+def test_some_rows_with_settings_of_any_slots(find: Find, device: torch.device) -> None:
+    """Of a tensor whose rows lie further apart than they are wide: a vocabulary ends before its padding does."""
+    wide = torch.randn(20, 107, device=device) * 3
+    rows = torch.tensor([17, 3, 4, 11, 0], device=device)
+    slots = torch.tensor([4, 2, 6, 1, 3], dtype=torch.int32, device=device)
+    actual = find(wide[:, :100], rows, slots, *settings(device, *MIXED)).cpu()
+    chosen = wide[rows, :100].cpu().contiguous()
+    alone = settings(torch.device("cpu"), *(MIXED[slot] for slot in slots.tolist()))
+    assert torch.equal(chosen >= actual[:, None], kept(find_cutoffs_reference, chosen, alone))
 
 
 def kinds_of_rows(width: int) -> list[torch.Tensor]:
@@ -148,10 +156,10 @@ def test_any_row_under_any_setting(shift: int, device: torch.device) -> None:
     logits = torch.stack(kinds_of_rows(601))
     rows = [*MIXED[3 * shift :], *MIXED[: 3 * shift]]
     rows[9 - shift] = (1.0, 200 + 50 * shift, 1.0, 0.0)
-    expected = filter_logits_reference(logits.clone(), *settings(torch.device("cpu"), *rows))
-    actual = filter_logits_triton(logits.to(device), *settings(device, *rows)).cpu()
+    expected = kept(find_cutoffs_reference, logits, settings(torch.device("cpu"), *rows))
+    actual = kept(find_cutoffs_triton, logits.to(device), settings(device, *rows))
     for row, setting in enumerate(rows):
-        torch.testing.assert_close(actual[row], expected[row], rtol=0, atol=0, equal_nan=True, msg=f"{row}: {setting}")
+        assert torch.equal(actual[row], expected[row]), f"{row}: {setting}"
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -161,8 +169,8 @@ def test_any_row_under_any_setting(shift: int, device: torch.device) -> None:
 def test_thresholds_far_from_the_peak(setting: tuple[float, int, float, float], device: torch.device) -> None:
     """Most of what is kept lies above the logits that are searched."""
     logits = torch.randn(3, 601)
-    expected = filter_logits_reference(logits.clone(), *settings(torch.device("cpu"), *[setting] * 3))
-    assert torch.equal(filter_logits_triton(logits.to(device), *settings(device, *[setting] * 3)).cpu(), expected)
+    expected = kept(find_cutoffs_reference, logits, settings(torch.device("cpu"), *[setting] * 3))
+    assert torch.equal(kept(find_cutoffs_triton, logits.to(device), settings(device, *[setting] * 3)), expected)
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -172,37 +180,36 @@ def test_a_sample_that_misleads(seen: float, setting: tuple[float, int, float, f
     """Every third logit, all that the sample sees, is unlike the others: the threshold is not where it seems to be."""
     logits = torch.randn(1, 601)
     logits[:, ::3] = seen + torch.randn(201) * 0.01
-    expected = filter_logits_reference(logits.clone(), *settings(torch.device("cpu"), setting))
-    actual = filter_logits_triton(logits.to(device), *settings(device, setting)).cpu()
-    assert torch.equal(actual, expected)
+    expected = kept(find_cutoffs_reference, logits, settings(torch.device("cpu"), setting))
+    assert torch.equal(kept(find_cutoffs_triton, logits.to(device), settings(device, setting)), expected)
 
 
 @BOTH
 @pytest.mark.parametrize("setting", [(1.0, 1, 0.5, 0.5), (1.0, 0, 0.0, 0.0), (0.5, 3, 1.0, 1.0)])
-def test_a_vocabulary_of_one(run: Filter, setting: tuple[float, int, float, float], device: torch.device) -> None:
-    assert run(torch.tensor([[-7.0]], device=device), *settings(device, setting)).tolist() == [[-7.0]]
+def test_a_vocabulary_of_one(find: Find, setting: tuple[float, int, float, float], device: torch.device) -> None:
+    assert kept(find, torch.tensor([[-7.0]], device=device), settings(device, setting)).all()
 
 
 @pytest.mark.gpu
 def test_rows_wide_enough_for_samples_do_not_depend_on_their_batch() -> None:
     cuda = torch.device("cuda")
     logits = torch.stack(kinds_of_rows(50021)).to(cuda)
-    rows = [(0.9, 0, 0.95, 0.0)] * len(logits)
-    expected = filter_logits(logits.clone(), *settings(cuda, *rows))
-    for row, row_logits in enumerate(logits):
-        alone = filter_logits(row_logits[None].clone(), *settings(cuda, rows[row]))[0]
-        assert torch.equal(alone, expected[row]), row
+    rows = torch.arange(len(logits), device=cuda)
+    setting = settings(cuda, (0.9, 0, 0.95, 0.0))
+    together = find_cutoffs(logits, rows, torch.zeros_like(rows), *setting)
+    for row in rows:
+        assert torch.equal(find_cutoffs(logits, row[None], torch.zeros_like(row[None]), *setting), together[row, None])
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [151936, 32003])
-def test_large(width: int) -> None:
-    cpu = torch.device("cpu")
+def test_large(width: int, dtype: torch.dtype) -> None:
     kinds = kinds_of_rows(width)
     rows = [setting for _ in kinds for setting in MIXED]
-    logits = torch.stack([row for row in kinds for _ in MIXED])
-    actual = filter_logits(logits.cuda(), *settings(torch.device("cuda"), *rows)).cpu()
-    expected = filter_logits_reference(logits, *settings(cpu, *rows))
-    # The sums of the mass differ in rounding, and may part at the last token of a nucleus.
-    wrong = ((actual != expected) & ~(actual.isnan() & expected.isnan())).sum(1)
-    assert (wrong <= 1).all(), wrong.view(len(kinds), -1)
+    logits = torch.stack([row for row in kinds for _ in MIXED]).to(dtype)
+    actual = kept(find_cutoffs, logits.cuda(), settings(torch.device("cuda"), *rows))
+    expected = kept(find_cutoffs_reference, logits, settings(torch.device("cpu"), *rows))
+    # The sums of the mass differ in rounding, and may part at the last logit of a nucleus.
+    for row, values in enumerate(logits):
+        assert len(values[actual[row] != expected[row]].unique()) <= 1, (row, rows[row])

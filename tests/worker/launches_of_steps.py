@@ -121,10 +121,11 @@ def launch_all_steps(worker: Worker) -> None:
     for shape in [*shapes, StepShape(tokens, 1, True), StepShape(tokens, most, True), prompts_of(worker)]:
         worker._launch_step(shape)
     for num_rows in sorted({1, min(3, most), most // 3 + 1, most}):
-        logits = torch.empty((num_rows, worker._model.vocab.padded), dtype=torch.float32, device=GPU)
         index = torch.arange(num_rows, device=GPU)
         filtered = _Group(list(range(num_rows)), index, worker.state.slots(most)[index])
-        worker._sampler.choose(worker._sampler._filter(logits, filtered))
+        for dtype in (worker._dtype, torch.float32):
+            logits = torch.empty((num_rows, worker._model.vocab.padded), dtype=dtype, device=GPU)
+            worker._sampler.choose(logits, worker._sampler._find_cutoffs(logits, filtered))
 
 
 def launch_both_ways(launches: Callable[[], None]) -> float:

@@ -87,8 +87,8 @@ def test_the_warm_up_sends_every_decode_row_through_all_of_the_sampler(
 
         monkeypatch.setattr(owner, name, watched)
 
-    spy(sampler, "filter_logits")
+    spy(sampler, "find_cutoffs")
     spy(sampler, "_logprobs")
     spy(sampler.Sampler, "_penalise")
     make_worker()
-    assert seen == {"filter_logits": 3, "_logprobs": 3, "_penalise": 3}
+    assert seen == {"find_cutoffs": 3, "_logprobs": 3, "_penalise": 3}
