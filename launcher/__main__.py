@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -18,7 +19,7 @@ EXIT_ENGINE_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 LISTENING_SECONDS = 3.0
-"""How long ranks that met the same bad input as rank 0 let it end first."""
+"""How long ranks that met the same bad input as rank 0, or the same difference, let it end first."""
 
 
 def main() -> None:
@@ -33,6 +34,9 @@ def run(argv: list[str]) -> int:
         # What a start decides and how long it took. Other ranks say only what Python shows of itself: warnings.
         logging.basicConfig(level=logging.WARNING, format="paceline: %(message)s")
         logging.getLogger("paceline").setLevel(logging.INFO)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal or a pipe of another encoding than UTF-8 shows what it has, as Python's standard error does.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         parser = OneLineParser(prog="paceline", description="Tensor-parallel inference of language models.")
         commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=OneLineParser)
@@ -47,14 +51,14 @@ def run(argv: list[str]) -> int:
         arguments = parser.parse_args(argv)
         arguments.run(arguments)
         sys.stdout.flush()  # here, where it is an error like any other, and not while Python ends
-    except InputError as error:
-        # Every rank meets the same bad input, or is told of it; one of them says so.
+    except (InputError, verify.VerificationFailed) as error:
+        # Every rank meets the same bad input, or is told of it, and of what differs; one of them says so.
         if rank == 0:
             _say(str(error))
         else:
             # torchrun ends all ranks once one exits, and the one that speaks must not be cut off.
             time.sleep(LISTENING_SECONDS)
-        return EXIT_BAD_INPUT
+        return EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_ENGINE_FAILED
     except EngineError as error:
         _say(f"rank {rank}: {error}" if rank else str(error))
         return EXIT_ENGINE_FAILED

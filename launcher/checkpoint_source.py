@@ -29,7 +29,7 @@ def resolve_checkpoint(model: str | None, *, revision: str | None = None, weight
     """
     if model is None or model.lower() == MODEL_NAME.lower():
         _refuse_revision(revision, "the default model")
-        return default_model_path()
+        return _checked_folder(default_model_path())
     folder = Path(os.path.expanduser(model))
     if model and folder.is_dir():
         _refuse_revision(revision, f"the folder {folder}")
@@ -45,9 +45,24 @@ def _refuse_revision(revision: str | None, what: str) -> None:
 
 
 def _checked_folder(folder: Path) -> Path:
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the folder {str(folder)!r} cannot be read: its path is no UTF-8, which safetensors and tokenizers need; "
+            "rename it"
+        ) from error
+    _refuse_pipes(folder)
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} has no config.json; name the folder of a Hugging Face checkpoint")
     return folder
+
+
+def _refuse_pipes(folder: Path) -> None:
+    """Raise InputError where something would be waited for as soon as it is opened, here or by transformers."""
+    for path in (path for pattern in WANTED_FILES for path in sorted(folder.glob(pattern))):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise InputError(f"{path} is not a regular file but a pipe, socket or device; put the file in its place")
 
 
 def _looks_like_hub_id(model: str) -> bool:

@@ -35,7 +35,7 @@ from paceline.worker.garbage import keep_all_that_is_here
 from paceline.worker.loop import follow
 from paceline.worker.memory import RankMemory
 from paceline.worker.ranks import RankGroup, describe
-from paceline.worker.worker import Worker, check_model_config
+from paceline.worker.worker import Worker
 
 
 def make_config(
@@ -78,8 +78,6 @@ def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
     with ranks.together():
         if ranks.local_rank == 0:
             folder = str(resolve_checkpoint(config.model or None))
-        if ranks.rank == 0:
-            check_model_config(Path(folder))  # for the tokenizer transformers reads it, and says less of what is wrong
     config = dataclasses.replace(config, model=ranks.exchange(folder)[0])
     devices = ranks.exchange(ranks.device_name)
     # It takes a second or more, and in a thread slows down all that launches kernels or reads weights, since both give

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from paceline.coordinator.errors import InputError
 from paceline.launcher.control_tokens import ControlTokens
 from paceline.launcher.encoder import Encoder
+from paceline.worker.json_files import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -38,6 +38,8 @@ class Tokenizer:
                     clean_up_tokenization_spaces=False,
                     model_max_length=sys.maxsize,  # how long prompts may be is said by the engine, in words of its own
                 )
+            except InputError:  # it names the file
+                raise
             except Exception as error:  # transformers looks into the files without checking them first
                 words = " ".join(f"{type(error).__name__}: {error}".split())
                 raise InputError(f"the tokenizer in {folder} cannot be read: {words}") from error
@@ -135,12 +137,12 @@ def _model_config(folder: Path) -> Any:
     imports torch's compiler, for about as long as all else that a tokenizer takes.
     """
     path, config_path = folder / "tokenizer_config.json", folder / "config.json"
-    fields = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    fields = read_json(path) if path.exists() else {}
     if not fields.get("tokenizer_class") or "auto_map" in fields or not config_path.exists():
         return None
     from transformers import PreTrainedConfig
 
-    return PreTrainedConfig.from_dict(json.loads(config_path.read_text(encoding="utf-8")))
+    return PreTrainedConfig.from_dict(read_json(config_path))
 
 
 def _checked(text: str) -> str:

@@ -16,6 +16,7 @@ from paceline.launcher.checkpoint_source import resolve_checkpoint
 from paceline.launcher.tp_range import parse_tp_range
 
 if TYPE_CHECKING:
+    from paceline.worker.ranks import RankGroup
     from paceline.worker.verification import ShardReport
 
 PLANNED_TP = "1,2,4,8"
@@ -90,7 +91,6 @@ def _verify_alone(arguments: argparse.Namespace) -> None:
 def _verify_as_rank(arguments: argparse.Namespace) -> None:
     """A process that is one rank, perhaps the only one."""
     from paceline.worker.ranks import RankGroup
-    from paceline.worker.verification import ShardVerifier
 
     numbers = parse_tp_range(arguments.tp or os.environ.get("WORLD_SIZE", "1"))
     if len(numbers) != 1:
@@ -99,6 +99,19 @@ def _verify_as_rank(arguments: argparse.Namespace) -> None:
             "where each rank is a process of its own, or on GPUs, give one number"
         )
     ranks = RankGroup(EngineConfig(model="", tensor_parallel_size=numbers[0], device=arguments.device))
+    try:
+        difference = _verify_among(ranks, arguments)
+    except BaseException:
+        ranks.abandon()
+        raise
+    ranks.close()
+    _fail_at(difference)
+
+
+def _verify_among(ranks: RankGroup, arguments: argparse.Namespace) -> str:
+    """Verify as one of the ranks, and show on rank 0 what was found; the first difference, "" where there is none."""
+    from paceline.worker.verification import ShardVerifier
+
     name = ""
     with ranks.together():
         if ranks.rank == 0:
@@ -111,9 +124,7 @@ def _verify_as_rank(arguments: argparse.Namespace) -> None:
     if report is not None:
         _show(arguments, folder, [report])
         difference = _first_difference([report])
-    difference = ranks.exchange(difference)[0]
-    ranks.close()
-    _fail_at(difference)
+    return ranks.exchange(difference)[0]
 
 
 @contextmanager
@@ -165,6 +176,8 @@ def _summary(reports: Sequence[ShardReport]) -> str:
     if wrong:
         return f"NOT verified: {wrong} of {len(reports)} numbers of ranks differ"
     lines = "verified: the shards put together are the checkpoint bit for bit, copies agree, padding is zero"
+    if reports[0].tied_head_checked:
+        lines += "\nverified: the checkpoint's lm_head.weight is the embedding again, to which config.json ties it"
     if reports[0].forward_error is not None:
         worst = max(report.forward_error or 0.0 for report in reports)
         lines += (

@@ -79,6 +79,7 @@ def _report_json(report: ShardReport) -> dict[str, Any]:
     return {
         "tp": report.plan.tp,
         "checked": report.checked,
+        "tied_head_checked": report.tied_head_checked,
         "weight_bytes": report.plan.weight_bytes,
         "kv_bytes_per_token": report.plan.kv_bytes_per_token,
         "cache_tokens": {f"{size} GiB": max(0, cache_tokens(report, size)) for size in MEMORY_SIZES_GIB},

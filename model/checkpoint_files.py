@@ -2,18 +2,19 @@
 
 Which files count: where there is a model.safetensors.index.json, the (tensor, file) pairs that it names and nothing
 else; where there is none, every *.safetensors of the folder. Other formats (.bin, .pt) are never read, since reading
-them runs code.
+them runs code. Beside a model.safetensors that the index does not name there are two checkpoints, of which
+transformers takes the single file and others the index: that is refused, unless the index's files are gone.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -21,20 +22,15 @@ import numpy.typing as npt
 import torch
 
 from paceline.model.errors import CheckpointError
+from paceline.model.json_text import printable
 from paceline.model.mapped_columns import MappedFile
 from paceline.model.parameter import Box
-from paceline.model.safetensors_header import (
-    HeaderError,
-    TensorEntry,
-    check_is_no_pointer,
-    read_header,
-    unique_names,
-)
+from paceline.model.regular_files import open_regular
+from paceline.model.safetensors_header import HeaderError, TensorEntry, read_header
+from paceline.model.weight_index import INDEX_NAME, read_weight_map, refusal_of_name
 
-INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
 STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Where some tools put the method that others put into config.json."""
 
 
 @dataclass(frozen=True)
@@ -122,22 +118,26 @@ class CheckpointFiles:
     """All tensors of a checkpoint by name, and the faults of its files; a context that keeps the files open."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError where the folder has no weights, its index cannot be read, or it is quantised.
+        """Raises CheckpointError where the folder has no weights, or two checkpoints, or its index cannot be read.
 
         What is wrong with single files is put into `faults`, to be reported with everything else.
         """
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self.faults: list[str] = []
-        self.stray: list[str] = []
-        """Files that the index does not name."""
+        self.notes: list[str] = []
+        """What lies in the folder and is not read, in lines for people."""
+        self._unseen: set[str] = set()
+        """Tensors that the index or a header names, in files that cannot be read or lack them."""
+        self._any_unknown = False
+        """Whether there is a file of which neither says what it holds."""
         self._open_files = ExitStack()
         self._sizes: dict[str, tuple[int, int]] = {}
         """Of each file when it was opened, beside its descriptor."""
-        _refuse_quantized(folder)
         index = folder / INDEX_NAME
-        if index.exists():
-            self._open_indexed(index)
+        weight_map = read_weight_map(index) if index.exists() else None
+        if weight_map is not None and self._is_meant(weight_map):
+            self._open_indexed(weight_map)
         else:
             self._open_all()
 
@@ -157,24 +157,51 @@ class CheckpointFiles:
             if os.fstat(descriptor).st_size < size
         ]
 
-    def _open_indexed(self, index: Path) -> None:
+    def may_hold(self, tensor_name: str) -> bool:
+        """Whether a tensor that was not found may be in a file that has a fault, which then is what is to be told.
+
+        A model.safetensors that can be read has all tensors of a checkpoint that has no index.
+        """
+        return tensor_name in self._unseen or (self._any_unknown and SINGLE_NAME not in self._sizes)
+
+    def _is_meant(self, weight_map: Mapping[str, str]) -> bool:
+        """Whether it is the index that says what the checkpoint is; CheckpointError where nobody can know."""
+        names = sorted(set(weight_map.values()))
+        if SINGLE_NAME in names or not (self.folder / SINGLE_NAME).exists():
+            return True
+        there = [name for name in names if refusal_of_name(name) is None and (self.folder / name).exists()]
+        if not there:
+            self.notes.append(f"not read, since none of the files that it names is there: {INDEX_NAME}")
+            return False
+        shown = there[0] if len(there) == 1 else f"{there[0]} to {there[-1]}"
+        raise CheckpointError(
+            f"{self.folder} holds two checkpoints, {SINGLE_NAME} and the files of {INDEX_NAME} ({shown}); delete "
+            f"{SINGLE_NAME}, or {INDEX_NAME} and its files"
+        )
+
+    def _open_indexed(self, weight_map: Mapping[str, str]) -> None:
         tensors_of: dict[str, list[str]] = defaultdict(list)
-        for tensor_name, file_name in _read_weight_map(index).items():
+        for tensor_name, file_name in weight_map.items():
             tensors_of[file_name].append(tensor_name)
         for file_name, tensor_names in sorted(tensors_of.items()):
-            refusal = _refusal_of_name(file_name)
+            refusal = refusal_of_name(file_name)
+            stored: dict[str, StoredTensor] | None = None
             if refusal:
                 self.faults.append(f"{INDEX_NAME} names the file {file_name!r}, which {refusal}")
-                continue
-            stored = self._open(file_name)
-            if stored is None:
-                continue
+            else:
+                stored = self._open(file_name)
             for tensor_name in sorted(tensor_names):
-                if tensor_name in stored:
+                if stored is not None and tensor_name in stored:
                     self.tensors[tensor_name] = stored[tensor_name]
-                else:
+                    continue
+                self._unseen.add(tensor_name)
+                if stored is not None:
                     self.faults.append(f"{INDEX_NAME} puts tensor {tensor_name} into {file_name}, which lacks it")
-        self.stray = sorted(path.name for path in self.folder.glob("*.safetensors") if path.name not in tensors_of)
+        self._any_unknown = False  # the index has said what files hold, whatever is in them
+        stray = sorted(path.name for path in self.folder.glob("*.safetensors") if path.name not in tensors_of)
+        if stray:
+            shown = ", ".join(map(printable, stray))
+            self.notes.append(f"not read, since {INDEX_NAME} does not name them: {shown}")
 
     def _open_all(self) -> None:
         paths = sorted(self.folder.glob("*.safetensors"))
@@ -183,61 +210,23 @@ class CheckpointFiles:
         for path in paths:
             for tensor_name, tensor in (self._open(path.name) or {}).items():
                 if tensor_name in self.tensors:
-                    other = self.tensors[tensor_name].file_name
-                    self.faults.append(f"tensor {tensor_name} is in both {other} and {path.name}")
+                    other = printable(self.tensors[tensor_name].file_name)
+                    self.faults.append(f"tensor {tensor_name} is in both {other} and {printable(path.name)}")
                 self.tensors[tensor_name] = tensor
 
     def _open(self, file_name: str) -> dict[str, StoredTensor] | None:
         """The tensors of one file; None, and a fault, where it cannot be read."""
         try:
-            file = self._open_files.enter_context((self.folder / file_name).open("rb"))
+            file = self._open_files.enter_context(open_regular(self.folder / file_name))
             entries = read_header(file)
             mapped = self._open_files.enter_context(MappedFile(file.fileno()))
             self._sizes[file_name] = (file.fileno(), os.fstat(file.fileno()).st_size)
             return {entry.name: StoredTensor(entry, file_name, file.fileno(), mapped) for entry in entries}
         except OSError as error:
-            self.faults.append(f"{file_name} cannot be opened: {error.strerror or error}")
+            self.faults.append(f"{printable(file_name)} cannot be opened: {error.strerror or error}")
+            self._any_unknown = True
         except HeaderError as error:
-            self.faults.append(f"{file_name} {error}")
+            self.faults.append(f"{printable(file_name)} {error}")
+            self._any_unknown |= error.names is None
+            self._unseen |= error.names or frozenset()
         return None
-
-
-def _read_weight_map(index: Path) -> dict[str, str]:
-    """The index's tensor names, each with the name of its file."""
-    try:
-        content = index.read_bytes()
-        check_is_no_pointer(content)
-        weight_map = json.loads(content, object_pairs_hook=unique_names)["weight_map"]
-    except HeaderError as error:
-        raise CheckpointError(f"{index} {error}") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{index} cannot be read as a safetensors index: {error!r}") from None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map must give a file name for each tensor")
-    return weight_map
-
-
-def _refusal_of_name(file_name: str) -> str | None:
-    """Why a file that an index names is not opened."""
-    path = PurePosixPath(file_name)
-    if path.is_absolute() or ".." in path.parts:
-        return "is outside the folder"
-    if path.suffix != ".safetensors":
-        return "is not a .safetensors file, the only format of weights that is read"
-    return None
-
-
-def _refuse_quantized(folder: Path) -> None:
-    """Raise CheckpointError where a file beside the weights says that they are quantised, and how."""
-    for name in QUANTIZATION_FILES:
-        path = folder / name
-        if not path.exists():
-            continue
-        try:
-            content = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
-        fields = content.get("quantization", content) if isinstance(content, dict) else {}
-        method = next((fields[key] for key in ("quant_method", "quant_algo", "version") if fields.get(key)), None)
-        method = method or ("gptq" if name == "quantize_config.json" else "unknown")
-        raise CheckpointError(f"{path}: quantization {method!r} is not supported; use the unquantized checkpoint")

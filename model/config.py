@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.model.json_fields import JsonFields, merge_spellings, read_json_object
+from paceline.model.json_fields import MAX_SIZE, JsonFields, merge_spellings, read_json_object, shown
+from paceline.model.quantization import refuse_quantization_files, refuse_quantized
 from paceline.model.rope_config import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_LAYERS = 1024
+"""Several times what the deepest models have; to build as many takes a rank about a second, before any file is read."""
+GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -57,21 +61,28 @@ class ModelConfig:
     def from_folder(cls, folder: Path | str) -> ModelConfig:
         """Read the config.json, and the generation_config.json where there is one, of a checkpoint folder.
 
-        Raises ModelConfigError, which names the file and the field, for anything absent, damaged or not supported.
+        Raises ModelConfigError, which names the file and the field, for anything absent, damaged or not supported,
+        files that tell of a quantisation among it.
         """
         folder = Path(folder)
-        generation = folder / "generation_config.json"
-        return cls.from_dict(
+        generation = folder / GENERATION_CONFIG
+        config = cls.from_dict(
             read_json_object(folder / "config.json"),
             read_json_object(generation) if generation.exists() else {},
             where=str(folder / "config.json"),
         )
+        refuse_quantization_files(folder)
+        return config
 
     @classmethod
     def from_dict(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, *, where: str = "config.json"
     ) -> ModelConfig:
-        """The same of parsed contents; `where` begins the message of an error."""
+        """The same of parsed contents; `where`, the name of config.json, begins the message of an error.
+
+        Sizes reach to MAX_SIZE, that of all heads together too; layers to MAX_LAYERS; other numbers from MIN_NUMBER to
+        MAX_NUMBER (paceline.model.json_fields).
+        """
         fields = JsonFields(config, where)
         architecture = _architecture(fields)
         defaults = FAMILIES[architecture]
@@ -84,24 +95,26 @@ class ModelConfig:
             raise fields.error(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
         hidden_size = fields.size("hidden_size")
         max_positions = fields.size("max_position_embeddings", defaults.max_position_embeddings)
-        eos = fields.token_ids("eos_token_id")
-        eos += JsonFields(generation or {}, "generation_config.json").token_ids("eos_token_id")
+        rope = RopeConfig.from_config(config, where=where)
+        vocab_size = fields.size("vocab_size")
+        generation_fields = JsonFields(generation or {}, str(Path(where).with_name(GENERATION_CONFIG)))
+        eos = [id_ for each in (fields, generation_fields) for id_ in each.token_ids("eos_token_id", vocab_size)]
         return cls(
             architecture=architecture,
-            vocab_size=fields.size("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=fields.size("intermediate_size"),
-            num_hidden_layers=fields.size("num_hidden_layers"),
+            num_hidden_layers=_num_layers(fields),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
-            head_dim=_head_dim(fields, defaults, hidden_size, heads),
+            head_dim=_head_dim(fields, defaults, rope, hidden_size, heads),
             max_position_embeddings=max_positions,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             attention_bias=fields.flag("attention_bias", False),
             mlp_bias=fields.flag("mlp_bias", False),
             dtype=_dtype(fields, where),
-            rope=RopeConfig.from_config(config, where=where),
+            rope=rope,
             eos_token_ids=tuple(dict.fromkeys(eos)),
         )
 
@@ -110,36 +123,42 @@ def _architecture(fields: JsonFields) -> str:
     """The one entry of `architectures`, where it is supported."""
     names = fields.get("architectures")
     known = ", ".join(FAMILIES)
-    if not isinstance(names, list) or len(names) != 1:
-        raise fields.error(f"architectures must hold one of {known}, got {names!r}")
-    if names[0] not in FAMILIES:
-        raise fields.error(f"architecture {names[0]!r} is not supported; {known} are")
-    return str(names[0])
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise fields.error(f"architectures must hold one of {known}, got {shown(names)}")
+    name: str = names[0]
+    if name not in FAMILIES:
+        raise fields.error(f"architecture {shown(name)} is not supported; {known} are")
+    return name
 
 
 def _refuse_unsupported(fields: JsonFields) -> None:
     """Refuse what would change the computation and is not implemented."""
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
-        raise fields.error(f"activation {activation!r} is not supported; only silu is")
-    quantization = fields.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise fields.error(f"quantization {method!r} is not supported; use the unquantized checkpoint")
+        raise fields.error(f"hidden_act: activation {shown(activation)} is not supported; only silu is")
+    refuse_quantized(fields)
     if fields.flag("use_sliding_window", False):
         raise fields.error("use_sliding_window is not supported; only full attention is")
     layer_types = fields.get("layer_types")
-    if layer_types is not None and layer_types != ["full_attention"] * fields.size("num_hidden_layers"):
-        raise fields.error(f"layer_types must be full_attention for every layer, got {layer_types!r}")
+    if layer_types is not None and layer_types != ["full_attention"] * _num_layers(fields):
+        raise fields.error(f"layer_types must be full_attention for every layer, got {shown(layer_types)}")
 
 
-def _head_dim(fields: JsonFields, defaults: FamilyDefaults, hidden_size: int, heads: int) -> int:
+def _num_layers(fields: JsonFields) -> int:
+    return fields.size("num_hidden_layers", most=MAX_LAYERS)
+
+
+def _head_dim(fields: JsonFields, defaults: FamilyDefaults, rope: RopeConfig, hidden_size: int, heads: int) -> int:
     """Elements of one head; even, since rotary embedding turns them in pairs."""
     if fields.get("head_dim") is None and defaults.head_dim is None and hidden_size % heads:
         raise fields.error(f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({heads})")
     head_dim = fields.size("head_dim", defaults.head_dim or hidden_size // heads)
     if head_dim % 2:
         raise fields.error(f"head_dim must be even, got {head_dim}")
+    if rope.rope_type == "dynamic" and head_dim == 2:  # its formula divides by what there is beyond 2
+        raise fields.error("head_dim must be above 2 where the rope type is dynamic, got 2")
+    if heads * head_dim > MAX_SIZE:
+        raise fields.error(f"num_attention_heads ({heads}) times head_dim ({head_dim}) must be at most {MAX_SIZE}")
     return head_dim
 
 
@@ -148,5 +167,5 @@ def _dtype(fields: JsonFields, where: str) -> str:
     spellings = merge_spellings(where, {"dtype": fields.get("torch_dtype")}, {"dtype": fields.get("dtype")})
     name = spellings.get("dtype", "float32")
     if name not in DTYPES:
-        raise fields.error(f"dtype {name!r} is not supported; {', '.join(DTYPES)} are")
+        raise fields.error(f"dtype {shown(name)} is not supported; {', '.join(DTYPES)} are")
     return str(name)

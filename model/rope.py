@@ -40,6 +40,11 @@ def check_max_model_len(config: ModelConfig, max_model_len: int) -> None:
         )
 
 
+def cos_sin_bytes(config: ModelConfig, max_model_len: int) -> int:
+    """Host memory that cos_sin_table takes: the table, and the angles, cosines and sines that it is made from."""
+    return max_model_len * (config.head_dim + 3 * (config.head_dim // 2)) * torch.float32.itemsize
+
+
 def cos_sin_table(config: ModelConfig, max_model_len: int) -> torch.Tensor:
     """[max_model_len, head_dim] float32 on the CPU: cosines in the first half of the columns, sines in the second.
 

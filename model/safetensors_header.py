@@ -6,12 +6,12 @@ JSON object) and the tensors' bytes, row by row, without holes and to the end of
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
+
+from paceline.model.json_text import parse_json
 
 _LFS_MAGIC = b"version https://git-lfs"
 _LENGTH_BYTES = 8
@@ -27,6 +27,9 @@ _ITEM_BYTES = {
 
 class HeaderError(ValueError):
     """A file that is no whole safetensors file; the message goes on from the file's name."""
+
+    names: frozenset[str] | None = None
+    """Of the tensors that the file should hold, where the header itself can be read."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +51,12 @@ def read_header(file: BinaryIO) -> list[TensorEntry]:
     content, data_begin = _read_json(file, file_bytes)
     content.pop("__metadata__", None)
     entries = sorted((_entry(name, fields, data_begin) for name, fields in content.items()), key=_place)
-    _check_bytes(entries, data_begin, file_bytes)
+    try:
+        _check_bytes(entries, data_begin, file_bytes)
+    except HeaderError as error:
+        error.names = frozenset(entry.name for entry in entries)
+        raise
     return entries
-
-
-def unique_names(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which json itself would keep only the last of two equal names; ValueError where there are."""
-    content: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in content:
-            raise ValueError(f"it gives {name} twice")
-        content[name] = value
-    return content
 
 
 def check_is_no_pointer(start: bytes) -> None:
@@ -80,7 +77,7 @@ def _read_json(file: BinaryIO, file_bytes: int) -> tuple[dict[str, Any], int]:
         raise HeaderError(f"is cut short: its header alone takes {data_begin} bytes, and the file has {file_bytes}")
     file.seek(_LENGTH_BYTES)
     try:
-        content = json.loads(file.read(length), object_pairs_hook=unique_names)
+        content = parse_json(file.read(length))
     except ValueError as error:
         raise HeaderError(f"is not a safetensors file: its header cannot be read ({error})") from None
     if not isinstance(content, dict):
@@ -89,6 +86,8 @@ def _read_json(file: BinaryIO, file_bytes: int) -> tuple[dict[str, Any], int]:
 
 
 def _entry(name: str, fields: Any, data_begin: int) -> TensorEntry:
+    if not name.isprintable():  # no library writes such a name, and no message could show it
+        raise HeaderError(f"is damaged: its header names a tensor {name!a}, which is not printable")
     try:
         dtype_name, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
         numbers = [*shape, begin, end]

@@ -6,19 +6,16 @@ The loader is not asked: the shards come from the ranks' memory, and the checkpo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from paceline.model.checkpoint_files import CheckpointFiles
+from paceline.model.checkpoint_tensors import CheckpointTensors
 from paceline.model.communicator import Communicator
 from paceline.model.decoder import CausalLM
-from paceline.model.ledger import get_parameter
+from paceline.model.errors import CheckpointError
+from paceline.model.ledger import EMBEDDING, TIED_HEAD, get_parameter
 from paceline.model.parameter import Shard, ShardId
 from paceline.model.shard_table import ModelPlan, ParameterPlan
 
@@ -30,7 +27,7 @@ class Difference:
     """The first place at which a check failed."""
 
     check: str
-    """`size`, `checkpoint`, `padding`, `copies` or `forward`."""
+    """`size`, `checkpoint`, `padding`, `copies`, `tied` or `forward`."""
     parameter: str
     rank: int
     index: tuple[int, ...]
@@ -41,6 +38,9 @@ class Difference:
     def __str__(self) -> str:
         if self.check == "size":
             return f"{self.parameter}: all ranks hold {self.found} of the {self.expected} rows or columns that are cut"
+        if self.check == "tied":
+            found = f"{self.parameter} of the checkpoint has {self.found!r} at {list(self.index)}"
+            return f"{found}, and the embedding to which config.json ties it {self.expected!r}"
         against = {
             "checkpoint": "the checkpoint has",
             "padding": "padding must be",
@@ -51,41 +51,39 @@ class Difference:
         return f"{where}: found {self.found!r}, and {against} {self.expected!r}"
 
 
-class CheckpointTensors:
-    """The full tensors of a checkpoint folder by name, through the safetensors library; a context."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError as CheckpointFiles does."""
-        self._open_files = ExitStack()
-        self._handles: dict[str, Any] = {}
-        with CheckpointFiles(folder) as files:
-            self._file_of = {name: str(folder / tensor.file_name) for name, tensor in files.tensors.items()}
-
-    def __enter__(self) -> CheckpointTensors:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open_files.close()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        path = self._file_of[name]
-        if path not in self._handles:
-            self._handles[path] = self._open_files.enter_context(safe_open(path, framework="pt"))
-        tensor: torch.Tensor = self._handles[path].get_tensor(name)
-        return tensor
-
-
 def verify_shards(model: CausalLM, plan: ModelPlan, comm: Communicator, tensors: CheckpointTensors) -> list[Difference]:
-    """The first difference of each parameter that has one, found by rank 0; all ranks call this."""
-    found = []
+    """The first difference of each parameter that has one, found by rank 0; all ranks call this.
+
+    Raises CheckpointError on rank 0 where the checkpoint cannot be read any more, once the others are through: they
+    would wait for it.
+    """
+    found: list[Difference] = []
+    failure: CheckpointError | None = None
     for parameter in plan.parameters:
         parts = _gather(get_parameter(model, parameter.name).data, comm)
-        if comm.rank == 0:
-            found += list(islice(_differences(model, parameter, parts, tensors), 1))
+        if comm.rank == 0 and failure is None:
+            try:
+                found += islice(_differences(model, parameter, parts, tensors), 1)
+            except CheckpointError as error:
+                failure = error
+    if failure is not None:
+        raise failure
     return found
+
+
+def verify_tied_head(model: CausalLM, dtype: torch.dtype, tensors: CheckpointTensors) -> list[Difference] | None:
+    """Whether a head beside a tied embedding equals it once both are cast: no difference or one; None without one.
+
+    Raises CheckpointError as verify_shards does.
+    """
+    if not model.config.tie_word_embeddings or TIED_HEAD not in tensors:
+        return None
+    head, embedding = (tensors[name].to(dtype) for name in (TIED_HEAD, EMBEDDING))
+    unequal = head != embedding
+    if not unequal.any():
+        return []
+    place = _first_place(unequal)
+    return [Difference("tied", TIED_HEAD, 0, place, head[place].item(), embedding[place].item())]
 
 
 def _gather(values: torch.Tensor, comm: Communicator) -> list[torch.Tensor]:
@@ -171,8 +169,12 @@ def _first_difference(found: torch.Tensor, expected: torch.Tensor) -> tuple[int,
     unequal = found.contiguous().view(bits) != expected.contiguous().view(bits)
     if not unequal.any():
         return None
-    flat = unequal.flatten().to(torch.uint8).argmax()
-    return tuple(int(number) for number in torch.unravel_index(flat, found.shape))
+    return _first_place(unequal)
+
+
+def _first_place(marks: torch.Tensor) -> tuple[int, ...]:
+    flat = marks.flatten().to(torch.uint8).argmax()
+    return tuple(int(number) for number in torch.unravel_index(flat, marks.shape))
 
 
 def _full_index(shard: Shard, place: tuple[int, ...]) -> tuple[int, ...]:

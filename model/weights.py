@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from paceline.model.checkpoint_files import INDEX_NAME, CheckpointFiles
+from paceline.model.checkpoint_files import CheckpointFiles
 from paceline.model.communicator import Communicator
 from paceline.model.config import ModelConfig
 from paceline.model.coverage import Coverage
@@ -32,6 +32,7 @@ from paceline.model.parameter import Copy, ShardedParameter
 from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_reader import ShardReader, StopFlag
 from paceline.model.staging import StagingMemory
+from paceline.model.tied_head import TiedHeadCheck
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ def load_model(
     load_format `dummy` takes random weights, the same at any number of ranks, and reads no file. `stop` is set once
     this rank meets a fault in the elements it reads, and ends the reading soon once another rank has set it.
 
-    Raises CheckpointError with all faults of the checkpoint in one line, LoadingStopped where only other ranks met
+    Raises CheckpointError with the faults of the checkpoint in one line (all of them are logged where that has not room
+    for them), LoadingStopped where only other ranks met
     any, and ModelConfigError where the rope type does not reach max_model_len.
     """
     if staging.device.type == "cuda":  # takes the driver about as long as it takes to build the model
@@ -70,10 +72,19 @@ def load_model(
         with CheckpointFiles(Path(folder)) as files:
             faults = _load_files(model, files, comm, dtype, staging, stop)
     if faults:
-        shown = "; ".join(faults[:_MOST_FAULTS_SHOWN])
-        more = f"; and {len(faults) - _MOST_FAULTS_SHOWN} more" if len(faults) > _MOST_FAULTS_SHOWN else ""
-        raise CheckpointError(f"checkpoint {folder} cannot be loaded: {shown}{more}")
+        raise _refusal(faults, folder, f"rank {comm.rank}: " if comm.size > 1 else "")
     return model
+
+
+def _refusal(faults: Sequence[str], folder: Path | str, whose: str | None) -> CheckpointError:
+    """An error with the first faults; all are logged where there are more, after whose they are (None: not here)."""
+    shown = "; ".join(faults[:_MOST_FAULTS_SHOWN])
+    more = len(faults) - _MOST_FAULTS_SHOWN
+    if more > 0:
+        shown = f"{shown}; and {more} more"
+        for fault in faults if whose is not None else ():
+            logger.error("%s%s", whose, fault)
+    return CheckpointError(f"checkpoint {folder} cannot be loaded: {shown}")
 
 
 def _load_files(
@@ -84,16 +95,21 @@ def _load_files(
     staging: StagingMemory,
     stop: StopFlag,
 ) -> list[str]:
-    """Check the headers, and read this rank's parts where they have no fault; all faults met."""
+    """Read this rank's parts where the headers have no fault, else raise CheckpointError; the faults met then."""
     ledger = Ledger(model)
     # In the order of their bytes, in which they are then read.
     for tensor in sorted(files.tensors.values(), key=lambda tensor: (tensor.file_name, tensor.entry.begin)):
         ledger.enter(tensor)
-    if faults := ledger.faults(files.faults):
-        return faults
+    if faults := ledger.faults(files):
+        raise _refusal(faults, files.folder, "" if comm.rank == 0 else None)  # every rank has found the same
     if comm.rank == 0:
         _log_choices(files, ledger, dtype)
-    return _fill(model, ledger.assignments, comm, staging, stop) + files.cuts()
+    faults = _fill(model, ledger.assignments, comm, staging, stop)
+    if ledger.tied_head is not None and not faults:
+        faults = TiedHeadCheck(model, ledger.tied_head, comm.rank, staging, stop).run()
+        if comm.rank == 0 and not faults:
+            logger.info("%s is the embedding again, to which it is tied: not kept", ledger.tied_head.name)
+    return faults + files.cuts()
 
 
 def _dummy_assignments(model: CausalLM, dtype: torch.dtype, device: torch.device) -> list[Assignment]:
@@ -167,11 +183,11 @@ def _reserve(num_bytes: int, device: torch.device) -> None:
 
 def _log_choices(files: CheckpointFiles, ledger: Ledger, dtype: torch.dtype) -> None:
     """Say what is not read, and which types are cast; to float16 with a warning, since its range is the smallest."""
-    if files.stray:
-        logger.info("not read, since %s does not name them: %s", INDEX_NAME, ", ".join(files.stray))
+    for note in files.notes:
+        logger.info("%s", note)
     if ledger.ignored:
         logger.info("not needed and not read: %s", ", ".join(ledger.ignored))
     level = logging.WARNING if dtype == torch.float16 else logging.INFO
-    for stored in sorted({tensor.dtype for tensor in files.tensors.values()} - {dtype}, key=str):
+    for stored in sorted({assignment.tensor.dtype for assignment in ledger.assignments} - {dtype}, key=str):
         names = [str(each).removeprefix("torch.") for each in (stored, dtype)]
         logger.log(level, "weights stored as %s are cast to %s", *names)

@@ -60,6 +60,16 @@ def size_cache(
     return blocks
 
 
+def check_room_for_angles(needed: int, max_model_len: int, local_ranks: int) -> None:
+    """Raise InputError where so many bytes for each rank's table of angles are more than this host has."""
+    memory = host_memory()
+    if needed * local_ranks > memory:
+        raise InputError(
+            f"max_model_len {max_model_len} takes {needed * local_ranks / GIB:.1f} GiB of host memory for angles of "
+            f"all positions, and this machine has {memory / GIB:.1f}; set a lower max_model_len"
+        )
+
+
 def gpu_budget(share: float, total: int, free: int, reserved: int) -> int:
     """Bytes of a GPU that torch's allocator may hold altogether; it has reserved some of what is not free.
 

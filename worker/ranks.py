@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -76,13 +77,17 @@ class RankGroup:
         return ProcessGroupCommunicator(group)
 
     def exchange(self, value: str) -> list[str]:
-        """Every rank's value in rank order. All ranks call this the same number of times; only for starting up."""
+        """Every rank's value in rank order. All ranks call this the same number of times; only for starting up.
+
+        Any text arrives as it is, half characters too: names in files and paths that are no UTF-8 hold some. The store
+        takes none, so they travel as JSON, which escapes them.
+        """
         if self._store is None:
             return [value]
         self._exchanges += 1
         prefix = f"paceline/{self._exchanges}"
-        self._store.set(f"{prefix}/{self.rank}", value)
-        return [self._store.get(f"{prefix}/{rank}").decode() for rank in range(self.size)]
+        self._store.set(f"{prefix}/{self.rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"{prefix}/{rank}")) for rank in range(self.size)]
 
     @contextmanager
     def together(self) -> Iterator[StopFlag]:

@@ -19,13 +19,13 @@ from paceline.model.config import ModelConfig
 from paceline.model.context import KVCache
 from paceline.model.decoder import Hidden
 from paceline.model.garbage import without_collector
-from paceline.model.rope import check_max_model_len
+from paceline.model.rope import check_max_model_len, cos_sin_bytes
 from paceline.model.shard_plan import ShardPlan
 from paceline.model.shard_reader import StopFlag
 from paceline.model.staging import StagingMemory
 from paceline.model.weights import load_model
 from paceline.worker.batch_state import BatchState, HostRows, StepShape
-from paceline.worker.memory import RankMemory, device_memory, size_cache
+from paceline.worker.memory import RankMemory, check_room_for_angles, device_memory, size_cache
 from paceline.worker.pending import PendingResult
 from paceline.worker.product_tuning import ProductTuner, gpu_seconds
 from paceline.worker.prompt_scorer import PromptScorer, PromptScores
@@ -106,6 +106,8 @@ class Worker:
         self.model_config = ModelConfig.from_folder(Path(self._config.model))
         self._max_model_len = self._config.max_model_len or self.model_config.max_position_embeddings
         check_max_model_len(self.model_config, self._max_model_len)
+        angles = cos_sin_bytes(self.model_config, self._max_model_len)
+        check_room_for_angles(angles, self._max_model_len, self._ranks.size)
         name = self.model_config.dtype if self._config.dtype == "auto" else self._config.dtype
         self._dtype = getattr(torch, name)
         self._plan = ShardPlan(self.model_config, self._ranks.size)
@@ -320,11 +322,6 @@ class Worker:
         highest = self._ranks.communicator.all_reduce_max(torch.cat([values, -values]))
         if not torch.equal(highest[:3], -highest[3:]):
             raise EngineError(f"ranks have parted: this one runs {mine}, the highest values are {highest[:3].tolist()}")
-
-
-def check_model_config(folder: Path) -> None:
-    """Raise InputError, by the field, where a checkpoint's config.json cannot be used, whatever the settings."""
-    ModelConfig.from_folder(folder)
 
 
 def _select(hidden: Hidden, tokens: torch.Tensor | None) -> Hidden:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,6 +18,7 @@ from typing import IO
 
 from paceline.coordinator.checks import is_int, shown
 from paceline.coordinator.errors import InputError
+from paceline.launcher.clients.json_text import parse_json
 
 BLOCK_TOKENS = 512
 """Prompt tokens that one of Mooncake's hash ids stands for."""
@@ -105,7 +105,7 @@ def _azure_row(line: str) -> tuple[float, int, int, None]:
 
 
 def _mooncake_row(line: str) -> tuple[float, int, int, Sequence[int]]:
-    row = json.loads(line)
+    row = parse_json(line)
     blocks = row["hash_ids"]
     if not isinstance(blocks, list) or not all(is_int(block) for block in blocks):
         raise ValueError("hash_ids must be whole numbers")

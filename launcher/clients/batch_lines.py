@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from paceline.launcher.clients.json_text import parse_json
+
 if TYPE_CHECKING:
     from paceline.launcher.clients.http import Response
 
@@ -45,9 +47,9 @@ class BadLine:
 def read_line(number: int, data: bytes) -> BatchRequest | BadLine:
     """One line of the input."""
     try:
-        line = json.loads(data)
+        line = parse_json(data)
     except ValueError:  # UnicodeDecodeError is one
-        return BadLine(number, None, "it is no JSON")
+        return BadLine(number, None, "it is no JSON that can be read")
     if not isinstance(line, dict):
         return BadLine(number, None, "it must be a JSON object")
     custom_id = line.get("custom_id")
@@ -98,7 +100,7 @@ def _line(custom_id: str | None, response: dict[str, Any] | None, error: dict[st
 
 def read_result(data: bytes) -> tuple[int, bool]:
     """The key of the line that a result belongs to, and whether it failed. Raises ValueError where it is no result."""
-    line = json.loads(data)
+    line = parse_json(data)
     if not isinstance(line, dict) or not {"custom_id", "response", "error"} <= line.keys():
         raise ValueError("it is no result")
     response, error = line["response"], line["error"]

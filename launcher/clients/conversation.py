@@ -13,6 +13,7 @@ from typing import Any
 from paceline.coordinator.errors import InputError
 from paceline.launcher.clients.events import DONE, EventParser, event_object
 from paceline.launcher.clients.http import HttpClient, Response, TransportError
+from paceline.launcher.clients.json_text import parse_json
 from paceline.launcher.clients.server import refusal, unreachable
 
 OWN_FIELDS = ("messages", "model", "stream", "stream_options", "n")
@@ -80,14 +81,15 @@ class Conversation:
             self.fields.pop(name, None)
             return
         try:
-            self.fields[name] = json.loads(value)
+            self.fields[name] = parse_json(value)
         except ValueError:
             self.fields[name] = value
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON. Raises InputError where that cannot be done."""
         try:
-            path.write_text(json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+            content = json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n"
+            path.write_text(content, encoding="utf-8", errors="surrogatepass")
         except OSError as error:
             raise InputError(f"{path} cannot be written ({error.strerror or error})") from error
 

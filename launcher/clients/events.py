@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
+
+from paceline.launcher.clients.json_text import parse_json
 
 DONE = b"[DONE]"
 """The event that ends a stream."""
@@ -31,7 +32,7 @@ class EventParser:
 def event_object(data: bytes) -> dict[str, Any] | None:
     """The JSON object that an event holds; None where it holds none."""
     try:
-        event = json.loads(data)
+        event = parse_json(data)
     except ValueError:
         return None
     return event if isinstance(event, dict) else None

@@ -8,7 +8,6 @@ compression, HTTP/2.
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 import httptools
 
 from paceline.launcher.clients.address import Address
+from paceline.launcher.clients.json_text import parse_json
 
 _WRONG_HOST = (62, 64)
 """Of OpenSSL's verify codes: the certificate is for another name, or for another address (x509_vfy.h)."""
@@ -42,8 +42,8 @@ class Response:
     """Empty where it was given to on_body piece by piece."""
 
     def json(self) -> Any:
-        """The body as JSON. Raises ValueError where it is none."""
-        return json.loads(self.body)
+        """The body as JSON. Raises ValueError where it is none that can be read."""
+        return parse_json(self.body)
 
     def error_fields(self) -> tuple[str, str | None, str | None]:
         """Message, param and code of an error, in whatever shape servers send theirs."""

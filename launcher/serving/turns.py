@@ -75,7 +75,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     arguments: Any = call.function.arguments
     try:
         parsed = json.loads(arguments or "{}")
-    except ValueError:  # a model's JSON may be broken, and it is to see what it said
+    except (ValueError, RecursionError):  # a model's JSON may be broken, and it is to see what it said
         parsed = None
     if isinstance(parsed, dict):
         arguments = parsed

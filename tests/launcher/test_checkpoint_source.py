@@ -157,6 +157,18 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         resolve_checkpoint(str(tmp_path))
 
 
+def test_a_folder_whose_path_is_no_utf8_is_to_be_renamed(tmp_path: Path) -> None:
+    """What reads weights and tokenizers opens no such path, and says only that there is nothing."""
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff"))
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(InputError) as error:
+        resolve_checkpoint(str(folder))
+    message = str(error.value)
+    assert message.startswith(f"the folder '{tmp_path}/bad\\udcff' cannot be read: its path is no UTF-8")
+    assert message.endswith("; rename it")
+
+
 @pytest.mark.parametrize(
     "name", ["", "gpt", "./org/name", "/no/such/folder", "../name", "~no-such-user/x", "org/name/more", "a/"]
 )
@@ -201,3 +213,15 @@ def test_what_cannot_be_had_is_one_line(hub: Hub, arguments: list[str], settings
     assert said.startswith("InputError: ")
     assert message in said
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "merges.txt", "a.jinja"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    """transformers, too, would open it and wait."""
+    (tmp_path / "config.json").write_bytes(FILES["config.json"])
+    (tmp_path / "folder.json").mkdir()
+    assert resolve_checkpoint(str(tmp_path)) == tmp_path
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match=f"{name} is not a regular file but a pipe, socket or device; put the file in"):
+        resolve_checkpoint(str(tmp_path))

@@ -249,6 +249,33 @@ def test_a_collective_that_does_not_end_is_left_when_a_rank_is_gone(
     assert re.search(r"rank 1 \(process \d+\) ended unexpectedly", result.stdout)
 
 
+EXCHANGE = """
+    import os, sys
+    from paceline.coordinator.config import EngineConfig
+    from paceline.worker.ranks import RankGroup
+
+    ranks = RankGroup(EngineConfig(model="", tensor_parallel_size=int(sys.argv[1]), device="cpu"))
+    texts = ["half \\ud800", "path/bad\\udcff", "a\\nb\\0c", "", "\\u2603 \\U0001f600"]
+    for text in texts:
+        assert ranks.exchange(text) == [text] * ranks.size, ascii(text)
+    assert ranks.exchange(str(ranks.rank)) == [str(rank) for rank in range(ranks.size)]
+    try:
+        with ranks.together():
+            raise ValueError("tensor foo\\ud800 is unknown")
+    except ValueError as error:
+        os.write(1, ascii(str(error)).encode() + b"\\n")
+    ranks.close()
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_tell_each_other_any_text(size: int, run_ranks: RunRanks) -> None:
+    """Names in files and paths may hold half characters: the same is told at any number of ranks."""
+    result = run_ranks(size, EXCHANGE, str(size))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["'tensor foo\\ud800 is unknown'"] * size
+
+
 STUCK = """
     import os, select, torch
     from paceline.coordinator.config import EngineConfig

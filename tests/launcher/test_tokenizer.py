@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from paceline.coordinator.errors import InputError
 from paceline.launcher.tokenizer import Tokenizer
 
 
@@ -37,8 +38,33 @@ def test_reading_it_imports_no_compiler(default_model: Path) -> None:
     script = """
 import sys
 from pathlib import Path
+from paceline.coordinator.errors import InputError
 from paceline.launcher.tokenizer import Tokenizer
 Tokenizer(Path(sys.argv[1]))
 sys.exit(not {"torch._dynamo", "sympy"}.isdisjoint(sys.modules))
 """
     assert subprocess.run([sys.executable, "-c", script, str(default_model)], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 200_000, "cannot be read: its lists and objects are nested more than 100 deep"),
+        (b'{"chat_template": "\xff"}', "cannot be read: it is no UTF-8 at byte 19"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "is a Git LFS pointer; fetch the file itself with git lfs pull",
+        ),
+        (b"[]", "must hold a JSON object, not []"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    name: str, content: bytes, message: str, default_model: Path, tmp_path: Path
+) -> None:
+    for each in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(default_model / each, tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as error:
+        Tokenizer(tmp_path)
+    assert str(error.value) == f"{tmp_path / name} {message}"

@@ -23,6 +23,8 @@ from paceline.model.staging import num_readers
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
+EMBED = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
 
 Tensors = dict[str, torch.Tensor]
@@ -107,6 +109,11 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "not finite on all ranks": (
         put_element(NORM, (5,), float("inf")),
         f"checkpoint FOLDER cannot be loaded: tensor {NORM} in model.safetensors holds inf at [5]",
+    ),
+    "a head that is not the embedding it is tied to": (
+        edit(lambda tensors: tensors.update({HEAD: tensors[EMBED].index_fill(0, torch.tensor([130]), 9.0)})),
+        f"rank 1: checkpoint FOLDER cannot be loaded: tensor {HEAD} in model.safetensors differs from {EMBED}, to "
+        "which config.json ties it, first in the rows of rank 1 at [130, 0]: 9.0 and not ",
     ),
     "absent file": (index("gone.safetensors"), "gone.safetensors cannot be opened: No such file or directory"),
     "without the tensor": (name_a_file_without_it, f"puts tensor {Q_PROJ} into other.safetensors, which lacks it"),

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from paceline.model.checkpoint_tensors import CheckpointTensors
 from paceline.model.communicator import Communicator, SingleRank, run_simulated_ranks
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import CausalLM
@@ -22,7 +23,7 @@ from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_table import plan_model
 from paceline.model.staging import StagingMemory
 from paceline.model.verify_forward import MAX_MODEL_LEN, compare_logits, probe_logits
-from paceline.model.verify_shards import CheckpointTensors, Difference, verify_shards
+from paceline.model.verify_shards import Difference, verify_shards
 from paceline.model.weights import load_model
 
 CPU = torch.device("cpu")

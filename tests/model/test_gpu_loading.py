@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.model import finite_values, shard_reader, weights
+from paceline.model import finite_values, shard_reader, tied_head, weights
 from paceline.model.communicator import Communicator, SingleRank, run_simulated_ranks
 from paceline.model.config import ModelConfig
 from paceline.model.errors import CheckpointError
@@ -92,6 +92,26 @@ def test_values_that_are_not_finite_are_found_on_the_gpu(
     save_file(content, folder / "model.safetensors")
     config = ModelConfig.from_folder(folder)
     wanted = re.escape(f"tensor {Q_PROJ} in model.safetensors {message}")
+    with StagingMemory(torch.device("cuda"), 1) as staging, pytest.raises(CheckpointError, match=wanted):
+        load_model(folder, config, SingleRank(), staging, dtype, max_model_len=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_head_is_compared_on_the_gpu(
+    dtype: torch.dtype, own_tiny: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tied_head, "PIECE_BYTES", 1 << 10)  # four rows
+    folder = own_tiny().folder
+    config = ModelConfig.from_folder(folder)
+    content = load_file(folder / "model.safetensors")
+    head = content["model.embed_tokens.weight"].clone()
+    save_file(content | {"lm_head.weight": head}, folder / "model.safetensors")
+    with torch.cuda.stream(torch.cuda.Stream()), StagingMemory(torch.device("cuda"), 1) as staging:
+        load_model(folder, config, SingleRank(), staging, dtype, max_model_len=64)
+    head[130, 3] = head[131, 4] = 9.0
+    save_file(content | {"lm_head.weight": head}, folder / "model.safetensors")
+    expected = content["model.embed_tokens.weight"][130, 3].to(dtype).item()
+    wanted = re.escape(f"first in the rows of rank 0 at [130, 3]: 9.0 and not {expected!r}")
     with StagingMemory(torch.device("cuda"), 1) as staging, pytest.raises(CheckpointError, match=wanted):
         load_model(folder, config, SingleRank(), staging, dtype, max_model_len=64)
 

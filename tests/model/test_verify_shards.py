@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.model.checkpoint_tensors import CheckpointTensors
 from paceline.model.communicator import Communicator, run_simulated_ranks
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import CausalLM
 from paceline.model.shard_table import plan_model
 from paceline.model.staging import StagingMemory
-from paceline.model.verify_shards import CheckpointTensors, Difference, verify_shards
+from paceline.model.verify_shards import Difference, verify_shards
 from paceline.model.weights import load_model
 
 CPU = torch.device("cpu")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
 
+from paceline.coordinator.config import EngineConfig
+from paceline.coordinator.errors import InputError
 from paceline.worker.memory import (
     BESIDE_TORCH,
     GIB,
@@ -17,6 +21,8 @@ from paceline.worker.memory import (
     gpu_budget,
     memory_in_use,
 )
+from paceline.worker.ranks import RankGroup
+from paceline.worker.worker import Worker
 
 
 def test_memory_in_use_grows_with_what_is_used() -> None:
@@ -52,3 +58,13 @@ def test_memory_is_looked_up_once_a_second() -> None:
 def test_a_share_of_a_gpu_is_of_all_that_a_process_holds(others: int, share: float, budget: int) -> None:
     """On a GPU of 100 GiB, of which torch has reserved 10 and the CUDA context takes one."""
     assert gpu_budget(share, 100 * GIB, (100 - others - 1 - 10) * GIB, 10 * GIB) == budget
+
+
+def test_a_context_whose_angles_do_not_fit_is_refused_before_they_are_made(tmp_path: Path) -> None:
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 2**20, "max_position_embeddings": 2**24}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes, **heads}))
+    config = EngineConfig(model=str(tmp_path), device="cpu", load_format="dummy")
+    # Table, angles, cosines and sines, 4 bytes each.
+    with pytest.raises(InputError, match=r"max_model_len 16777216 takes 163840\.0 GiB of host memory .*; set a lower"):
+        Worker(config, RankGroup(config, environment={}))

@@ -59,6 +59,7 @@ def test_mooncakes_rows_zipped_or_not(tmp_path: Path) -> None:
             '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [0]}\n{}\n',
             "line 2: it has no 'hash_ids'",
         ),
+        ("{" + '"a": {' * 200_000, "line 1: it is nested too deeply"),
         ('{"timestamp": 0, "input_length": "5", "output_length": 1, "hash_ids": [0]}', "line 1: token counts"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374\n", "line 2: it must be a time and"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nfoo,1,1\n", "line 2: TIMESTAMP must be like 2023-.*, got 'foo'"),
