@@ -33,8 +33,9 @@ def ending_in_order() -> Iterator[None]:
 def signals_held() -> Iterator[None]:
     """SIGTERM and SIGINT are handled after this. Main thread alone.
 
-    For the import of torch, whose native code imports numpy and drops whatever that raises, a handler's exception too:
-    the process would go on as if it had not been told to end.
+    For what must not be torn apart: making what somebody has to remove; or the import of torch, whose native code
+    imports numpy and drops whatever that raises, a handler's exception too: the process would go on as if it had not
+    been told to end.
     """
     held: list[int] = []
     # Not by a mask: another thread then takes a signal for the process, and its handler runs in this one all the same.

@@ -161,11 +161,12 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
     folder = resolve_checkpoint(arguments.model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ending_in_order())  # until the supervisor looks after signals
-        listener = stack.enter_context(listen(arguments.host, arguments.port, arguments.uds))
-        if arguments.uds is not None:
-            stack.callback(arguments.uds.unlink, missing_ok=True)
+        with signals_held():  # what is made in the file system is not there before the stack knows of it
+            listener = stack.enter_context(listen(arguments.host, arguments.port, arguments.uds))
+            if arguments.uds is not None:
+                stack.callback(arguments.uds.unlink, missing_ok=True)
+            endpoint = stack.enter_context(Endpoint())
         url = url_of(listener, tls=arguments.ssl_certfile is not None)
-        endpoint = stack.enter_context(Endpoint())
         zmq_socket = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.DEALER))
         zmq_socket.linger = 1000
         zmq_socket.set_hwm(0)

@@ -138,6 +138,34 @@ def test_a_server_that_is_ended_while_it_loads_leaves_nothing_behind(
         assert list(Path(folder).glob("paceline-*")) == []
 
 
+SIGNAL_AT_ITS_FOLDER = """
+import os, signal, sys, tempfile
+
+make = tempfile.mkdtemp
+
+def mkdtemp(*arguments, **options):
+    folder = make(*arguments, **options)
+    if options.get("prefix") == "paceline-sockets-" and "serve" in sys.orig_argv:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return folder
+
+tempfile.mkdtemp = mkdtemp
+"""
+
+
+def test_a_signal_in_the_instant_in_which_its_files_are_made_leaves_none(
+    serve: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        (tmp_path / "sitecustomize.py").write_text(SIGNAL_AT_ITS_FOLDER)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.setenv("TMPDIR", folder)
+        socket_path = Path(folder, "server")
+        assert serve("--uds", str(socket_path)).end()[0] == 128 + signal.SIGTERM
+        assert list(Path(folder).glob("paceline-*")) == []
+        assert not socket_path.exists()
+
+
 SIGNAL_WITHIN_TORCH = """
 import os, signal, sys
 
