@@ -135,7 +135,7 @@ def phases(watch: Stopwatch, total: float, last: float, readers: int) -> dict[st
     steps["everything else"] = total - sum(steps.values())
     return {
         **steps,
-        "(beside the model: rotary table": watch["rotary table"],
+        "(beside steps: rotary table": watch["rotary table"],
         "in the memory: the driver": watch["driver"],
         "beside steps: pinning": watch["pinning"],
         "reads, a thread's mean": watch["read"] / readers,

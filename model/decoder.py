@@ -22,7 +22,7 @@ from paceline.model.context import StepContext
 from paceline.model.embedding import ParallelLMHead, VocabParallelEmbedding
 from paceline.model.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from paceline.model.norm import RMSNorm
-from paceline.model.rope import cos_sin_table
+from paceline.model.rope import check_max_model_len, cos_sin_table
 from paceline.model.shard_plan import ShardPlan
 
 Hidden = tuple[torch.Tensor, torch.Tensor | None]
@@ -140,15 +140,13 @@ class DecoderLayer(nn.Module):
 class DecoderStack(nn.Module):
     """Embedding, layers and final norm, under the names they have in checkpoints."""
 
-    def __init__(
-        self, embed_tokens: VocabParallelEmbedding, layers: list[DecoderLayer], norm: RMSNorm, cos_sin: torch.Tensor
-    ) -> None:
+    def __init__(self, embed_tokens: VocabParallelEmbedding, layers: list[DecoderLayer], norm: RMSNorm) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.cos_sin: torch.Tensor
-        self.register_buffer("cos_sin", cos_sin, persistent=False)
+        self.register_buffer("cos_sin", None, persistent=False)
 
     def forward(self, input_ids: torch.Tensor, ctx: StepContext) -> Hidden:
         """[T] int64 -> the residual stream of all T tokens."""
@@ -160,7 +158,10 @@ class DecoderStack(nn.Module):
 
 
 class CausalLM(nn.Module, ABC):
-    """One rank's shard of a language model; parameters stay on the meta device until weights are loaded."""
+    """One rank's shard of a language model; parameters stay on the meta device until weights are loaded.
+
+    Before it can run, `place_table` is called.
+    """
 
     merged_modules: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "qkv_proj": {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
@@ -174,16 +175,18 @@ class CausalLM(nn.Module, ABC):
     def __init__(self, config: ModelConfig, comm: Communicator, dtype: torch.dtype, max_model_len: int) -> None:
         """Raises ModelConfigError where the rope type does not reach max_model_len positions."""
         super().__init__()
+        check_max_model_len(config, max_model_len)
         self.config = config
         self.vocab = ShardPlan(config, comm.size).vocab(comm.rank)
         """The ids whose logits this rank computes."""
-        # Beside the layers: torch first begins threads for the table, which takes about as long as all of them.
-        with ThreadPoolExecutor(1, thread_name_prefix="cos-sin-table") as pool:
-            cos_sin = pool.submit(cos_sin_table, config, max_model_len)
-            embed_tokens = VocabParallelEmbedding(self.vocab, config.hidden_size, comm=comm, dtype=dtype)
-            layers = [self.build_layer(config, index, comm, dtype) for index in range(config.num_hidden_layers)]
+        # Beside all else until `place_table`: torch first begins threads for it, on a busy host for 0.1 s.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="cos-sin-table")
+        self._cos_sin = thread.submit(cos_sin_table, config, max_model_len)
+        thread.shutdown(wait=False)
+        embed_tokens = VocabParallelEmbedding(self.vocab, config.hidden_size, comm=comm, dtype=dtype)
+        layers = [self.build_layer(config, index, comm, dtype) for index in range(config.num_hidden_layers)]
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.model = DecoderStack(embed_tokens, layers, norm, cos_sin.result())
+        self.model = DecoderStack(embed_tokens, layers, norm)
         self.lm_head = ParallelLMHead(
             self.vocab, config.hidden_size, dtype=dtype, tied_to=embed_tokens if config.tie_word_embeddings else None
         )
@@ -192,6 +195,11 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def build_layer(config: ModelConfig, index: int, comm: Communicator, dtype: torch.dtype) -> DecoderLayer:
         """The index-th layer of the family."""
+
+    def place_table(self, device: torch.device) -> None:
+        """Put the table of cosines and sines on a device: once, after the weights and before the first forward."""
+        self.model.cos_sin = self._cos_sin.result().to(device)
+        del self._cos_sin
 
     def forward(self, input_ids: torch.Tensor, ctx: StepContext) -> Hidden:
         """[T] int64 token ids -> what `logits` takes, of ctx.logits_tokens."""

@@ -59,8 +59,8 @@ def load_model(
     this rank meets a fault in the elements it reads, and ends the reading soon once another rank has set it.
 
     Raises CheckpointError with the faults of the checkpoint in one line (all of them are logged where that has not room
-    for them), LoadingStopped where only other ranks met
-    any, and ModelConfigError where the rope type does not reach max_model_len.
+    for them), LoadingStopped where only other ranks met any, and ModelConfigError where the rope type does not reach
+    max_model_len.
     """
     if staging.device.type == "cuda":  # takes the driver about as long as it takes to build the model
         threading.Thread(target=get_ready, args=(staging.device, dtype), name="get-ready").start()
@@ -73,6 +73,7 @@ def load_model(
             faults = _load_files(model, files, comm, dtype, staging, stop)
     if faults:
         raise _refusal(faults, folder, f"rank {comm.rank}: " if comm.size > 1 else "")
+    model.place_table(staging.device)
     return model
 
 
@@ -161,7 +162,7 @@ def _copies(parameter: ShardedParameter, assignment: Assignment) -> Iterator[Cop
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Put a model's parameters and buffers on a device, the parameters yet to be written; tied ones stay one."""
+    """Put a model's parameters on a device, yet to be written; tied ones stay one."""
     _reserve(sum(parameter.nbytes for parameter in model.parameters()), device)
     placed: dict[nn.Parameter, ShardedParameter] = {}
     for sharded in sharded_parameters(model).values():
@@ -171,8 +172,6 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = placed[parameter]
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def _reserve(num_bytes: int, device: torch.device) -> None:

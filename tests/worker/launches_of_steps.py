@@ -100,6 +100,7 @@ def worker_of(config: ModelConfig, engine: EngineConfig, comm: Communicator) -> 
     worker.model_config = config
     worker._dtype = torch.bfloat16
     worker._model = MODEL_CLASSES[config.architecture](config, comm, torch.bfloat16, engine.max_model_len)
+    worker._model.place_table(torch.device("cpu"))
     worker.state = BatchState(engine.max_num_seqs, engine.max_model_len, engine.block_size, GPU)
     worker._sampler = Sampler(worker.state, comm, worker._model.vocab, config.vocab_size)
     return worker
