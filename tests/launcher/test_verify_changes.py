@@ -95,7 +95,6 @@ def verify(folder: Path, tmp_path: Path) -> Callable[..., tuple[int, list[str], 
     [
         ("cut", "before", f"checkpoint FOLDER {AGAIN}: model.safetensors is cut short: it has "),
         ("cut", "while it is read", f" in model.safetensors {AGAIN}: the file ends before it"),
-        ("lengthen", "before", f"checkpoint FOLDER {AGAIN}: model.safetensors is damaged: it has "),
         ("take_away", "before", "FOLDER has no *.safetensors files"),
     ],
 )
@@ -123,18 +122,29 @@ def test_a_difference_is_said_once(folder: Path, verify: Callable[..., tuple[int
     assert "NOT verified: 1 of 1 numbers of ranks differ" in out.splitlines()
 
 
-@pytest.mark.parametrize("tp", ["2", "1..2"])
-def test_a_tied_head_is_verified_where_the_checkpoint_has_one(tp: str, folder: Path) -> None:
+def test_a_tied_head_is_verified_where_the_checkpoint_has_one(folder: Path) -> None:
     def run(*options: str) -> str:
-        command = [sys.executable, "-m", "paceline.launcher.start", "verify", str(folder), "--no-forward", "--tp", tp]
+        command = [
+            sys.executable,
+            "-m",
+            "paceline.launcher.start",
+            "verify",
+            str(folder),
+            "--no-forward",
+            "--tp",
+            "1..2",
+        ]
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
         result = subprocess.run([*command, *options], capture_output=True, text=True, env=environment, timeout=240)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
-    line = "verified: the checkpoint's lm_head.weight is the embedding again, to which config.json ties it"
-    assert line not in run().splitlines()
+    def checked() -> set[bool]:
+        return {result["tied_head_checked"] for result in json.loads(run("--json"))["results"]}
+
+    assert checked() == {False}
     content = load_file(folder / "model.safetensors")
     save_file(content | {"lm_head.weight": content[EMBED].clone()}, folder / "model.safetensors")
+    assert checked() == {True}
+    line = "verified: the checkpoint's lm_head.weight is the embedding again, to which config.json ties it"
     assert line in run().splitlines()
-    assert {result["tied_head_checked"] for result in json.loads(run("--json"))["results"]} == {True}
