@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-
 OLDEST_AND_NEWEST = ("3.6.0", "3.9.0")
 """Of Triton; .ci/run installs them, beside the one that the tests run with."""
 
