@@ -133,7 +133,7 @@ def measure_filtered(rows: int) -> Iterator[dict[str, Any]]:
     choice = Choice(rows, everyone.device)
 
     def by_cutoffs(logits: torch.Tensor, rules: Rules) -> torch.Tensor:
-        cutoffs = find_cutoffs(logits, everyone, everyone, *rules)
+        cutoffs = find_cutoffs(logits, everyone, *rules)
         return choice(logits, rules[0], seeds, positions, everyone, cutoffs)
 
     def by_sorting(logits: torch.Tensor, rules: Rules) -> torch.Tensor:
@@ -146,7 +146,7 @@ def measure_filtered(rows: int) -> Iterator[dict[str, Any]]:
             rules = rules_of_rows(rows, *rule)
             kept = {
                 "torch, sorted": filter_by_sorting(sets[0].float(), *rules) > float("-inf"),
-                "paceline": sets[0] >= find_cutoffs(sets[0], everyone, everyone, *rules)[:, None],
+                "paceline": sets[0] >= find_cutoffs(sets[0], everyone, *rules)[:, None],
             }
             for name, kernel in (("torch, sorted", by_sorting), ("paceline", by_cutoffs)):
                 what = f"{rule_name}, {spread_name}"
@@ -197,15 +197,16 @@ def filter_by_sorting(
 ) -> torch.Tensor:
     """Logits with what the rules drop at minus infinity, by a sort of the whole vocabulary; in place."""
     infinity, width = float("inf"), logits.shape[1]
-    ordered, order = logits.sort(dim=-1, descending=True)
+    ordered = logits.sort(dim=-1, descending=True).values
     kth = torch.where((top_k > 0) & (top_k < width), top_k, width).long() - 1
     dropped = ordered < ordered.gather(1, kth[:, None])
     shares = (ordered / temperature[:, None]).masked_fill_(dropped, -infinity).softmax(-1)
     # A token stays where those before it have not reached the share; the first always does.
     dropped |= shares.cumsum(-1) - shares >= top_p[:, None]
     dropped |= shares < min_p[:, None] * shares[:, :1]
-    dropped[:, 0] = False
-    return logits.scatter_(1, order, ordered.masked_fill_(dropped, -infinity))
+    last = (~dropped).sum(-1, keepdim=True).clamp_(min=1) - 1
+    # By value: of logits equal to the last that stays, as there are in bfloat16, all stay.
+    return logits.masked_fill_(logits < ordered.gather(1, last), -infinity)
 
 
 def shortfall(
@@ -225,7 +226,7 @@ def misplaced_mass(kept: torch.Tensor, logits: torch.Tensor, rules: Rules) -> fl
     Of many rows, CHECKED_ROWS are looked at.
     """
     rows = torch.linspace(0, logits.shape[0] - 1, min(logits.shape[0], CHECKED_ROWS), device=logits.device).long()
-    expected = logits[rows] >= find_cutoffs_reference(logits, rows, rows, *rules)[:, None]
+    expected = logits[rows] >= find_cutoffs_reference(logits[rows], rows, *rules)[:, None]
     probabilities = (logits[rows].float() / rules[0][rows, None]).softmax(-1)
     return float((probabilities * (kept[rows] != expected)).sum(-1).max())
 

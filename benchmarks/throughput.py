@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few, short requests, to see that it runs")
     parser.add_argument("--tp", type=int, help="ranks, which launch.sh starts")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--max-num-seqs", type=int, default=EngineConfig.max_num_seqs)
     parser.add_argument("--max-model-len", type=int, default=DEFAULT_MODEL_LEN)
@@ -54,6 +56,7 @@ def main() -> None:
         if folder is None:
             folder = Path(scratch)
             models.write_folder(arguments.model, folder)
+        choice = {"temperature": arguments.temperature, "top_k": arguments.top_k, "top_p": arguments.top_p}
         settings = {
             "max_num_seqs": arguments.max_num_seqs,
             "max_model_len": arguments.max_model_len,
@@ -69,9 +72,9 @@ def main() -> None:
                 "model": arguments.model or folder.name,
                 "tp": llm.engine.config.tensor_parallel_size,
                 "workloads": only,
-                "temperature": arguments.temperature,
+                **choice,
                 **settings,
-                **measure(llm, only, sizes, arguments.temperature),
+                **measure(llm, only, sizes, choice),
             }
     for name, value in figures.items():
         print(f"{name:24}  {value:.3f}" if isinstance(value, float) else f"{name:24}  {value}")
@@ -79,14 +82,14 @@ def main() -> None:
         report.write(f"throughput_{figures['model']}_tp{figures['tp']}", figures)
 
 
-def measure(llm: LLM, only: Sequence[str], sizes: workloads.Sizes, temperature: float) -> dict[str, Any]:
-    """The workloads' figures, what the start took, and the memory of rank 0."""
+def measure(llm: LLM, only: Sequence[str], sizes: workloads.Sizes, choice: dict[str, Any]) -> dict[str, Any]:
+    """The workloads' figures, what the start took, and the memory of rank 0; choice: how tokens are chosen."""
     ready = seconds_since_start()
-    llm.generate(list(range(10, 26)), SamplingParams(temperature=temperature, max_tokens=1, ignore_eos=True))
+    llm.generate(list(range(10, 26)), SamplingParams(**choice, max_tokens=1, ignore_eos=True))
     first_token = seconds_since_start()
 
     def generate(requests: Sequence[workloads.Request]) -> None:
-        params = [SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True) for _, count in requests]
+        params = [SamplingParams(**choice, max_tokens=count, ignore_eos=True) for _, count in requests]
         outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
         for output, (_, count) in zip(outputs, requests, strict=True):
             made = len(output.outputs[0].token_ids)

@@ -48,8 +48,8 @@ class RowSampling:
 
     @property
     def has_rules(self) -> bool:
-        """Whether every token takes more than a draw by temperature; what min_tokens asks comes to an end."""
-        return self.has_penalty or self.has_filter or bool(self.logit_bias) or self.logprobs >= 0
+        """Whether every token takes more than filters and a draw; what min_tokens asks comes to an end."""
+        return self.has_penalty or bool(self.logit_bias) or self.logprobs >= 0
 
 
 @dataclass(frozen=True, slots=True)

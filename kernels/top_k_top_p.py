@@ -23,31 +23,29 @@ _CAPACITY = 16384
 
 def find_cutoffs(
     logits: torch.Tensor,
-    rows: torch.Tensor,
     slots: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the least logit that stays of each of some rows, [n] float32; -inf where nothing is filtered.
+    """Return the least logit that stays of each row, [R] float32; -inf where nothing is filtered.
 
     top-k keeps the k largest logits and any equal to the k-th. Of these, top-p keeps the fewest likeliest whose share
     of their probability under softmax(logits / temperature) reaches top_p, and any equal to the last. min-p drops
     tokens less than min_p times as likely as the likeliest. The largest logit always stays. NaN counts as -inf.
     Nothing is filtered with top_k 0 or at least V, top_p 1 and min_p 0; nor at temperature 0.
 
-    logits: [R, V] float32, bfloat16 or float16, contiguous along V. rows: [n] int64, indices of logits. slots: [n]
-    int32 or int64; the i-th of rows has the settings at slots[i]. temperature, top_p, min_p: [S] float32. top_k: [S]
-    int32.
+    logits: [R, V] float32, bfloat16 or float16, contiguous along V. slots: [R] int32 or int64; row r has the settings
+    at slots[r], or is padding, of which nothing is filtered, where that is negative. temperature, top_p, min_p: [S]
+    float32. top_k: [S] int32.
     """
     run = find_cutoffs_triton if logits.is_cuda else find_cutoffs_reference
-    return run(logits, rows, slots, temperature, top_k, top_p, min_p)
+    return run(logits, slots, temperature, top_k, top_p, min_p)
 
 
 def find_cutoffs_reference(
     logits: torch.Tensor,
-    rows: torch.Tensor,
     slots: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
@@ -55,8 +53,12 @@ def find_cutoffs_reference(
     min_p: torch.Tensor,
 ) -> torch.Tensor:
     """`find_cutoffs` in plain PyTorch."""
-    settings = [each[slots.long()].tolist() for each in (temperature, top_k, top_p, min_p)]
-    cutoffs = [_cutoff(logits[row].float(), *of_row) for row, *of_row in zip(rows.tolist(), *settings, strict=True)]
+    settings = list(zip(*(each.tolist() for each in (temperature, top_k, top_p, min_p)), strict=True))
+    nothing = 0.0, 0, 1.0, 0.0
+    cutoffs = [
+        _cutoff(row.float(), *(settings[slot] if slot >= 0 else nothing))
+        for row, slot in zip(logits, slots.tolist(), strict=True)
+    ]
     return torch.tensor(cutoffs, dtype=torch.float32, device=logits.device)
 
 
@@ -94,7 +96,6 @@ def _weights(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 def find_cutoffs_triton(
     logits: torch.Tensor,
-    rows: torch.Tensor,
     slots: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
@@ -109,7 +110,7 @@ def find_cutoffs_triton(
     Masses of several programs add up as integers, so that a row's result depends neither on its batch nor on the
     programs' order.
     """
-    num_rows, width = rows.shape[0], logits.shape[1]
+    num_rows, width = logits.shape
     tile = min(triton.next_power_of_2(width), _TILE)
     tiles = triton.cdiv(width, tile)
     capacity = min(width, _CAPACITY)
@@ -119,7 +120,7 @@ def find_cutoffs_triton(
     totals = torch.empty((num_rows, TOTALS.value), dtype=torch.int64, device=device)
     candidates = torch.empty((num_rows, capacity), dtype=torch.float32, device=device)
     cutoffs = torch.empty(num_rows, dtype=torch.float32, device=device)
-    what = (logits, rows, slots, temperature, top_k, top_p, min_p)
+    what = (logits, slots, temperature, top_k, top_p, min_p)
     stride = logits.stride(0)
     launch(survey_kernel, (tiles, num_rows), *what, peaks, masses, width, stride, TILE=tile, num_warps=8)
     launch(

@@ -14,7 +14,6 @@ TOTALS = tl.constexpr(5)
 @triton.jit(do_not_specialize_on_alignment=["masses_ptr"])
 def survey_kernel(
     logits_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
@@ -29,7 +28,7 @@ def survey_kernel(
     """Peak of TILE columns of one row, and their mass relative to it."""
     row = tl.program_id(1).to(tl.int64)
     # Not after what the settings decide: their loads would be waited for first.
-    row_ptr = logits_ptr + tl.load(rows_ptr + row) * outer_stride
+    row_ptr = logits_ptr + row * outer_stride
     logits = load(row_ptr, tl.program_id(0) * TILE + tl.arange(0, TILE), width)
     temperature, top_k, top_p, min_p = settings_of(row, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
     _, _, limited = limits(temperature, top_k, top_p, min_p, width)
@@ -44,7 +43,6 @@ def survey_kernel(
 @triton.jit
 def collect_kernel(
     logits_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
@@ -61,7 +59,7 @@ def collect_kernel(
     """Collect the logits of TILE columns of one row that lie in its interval, and add up these and those above."""
     row = tl.program_id(1).to(tl.int64)
     # Not after what the settings decide: their loads would be waited for first.
-    row_ptr = logits_ptr + tl.load(rows_ptr + row) * outer_stride
+    row_ptr = logits_ptr + row * outer_stride
     logits = load(row_ptr, tl.program_id(0) * TILE + tl.arange(0, TILE), width)
     temperature, top_k, top_p, min_p = settings_of(row, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
     bounds_ptr += row * BOUNDS
@@ -94,10 +92,11 @@ def settings_of(
     top_p_ptr: tl.tensor,
     min_p_ptr: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return temperature, top_k, top_p and min_p of the index-th of the rows that are filtered."""
+    """Return temperature, top_k, top_p and min_p of a row; temperature 0, at which nothing is filtered, of padding."""
     slot = tl.load(slots_ptr + index).to(tl.int64)
-    top_k, top_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)
-    return tl.load(temperature_ptr + slot), top_k, top_p, tl.load(min_p_ptr + slot)
+    real = slot >= 0
+    temperature, top_k = tl.load(temperature_ptr + slot, real, 0.0), tl.load(top_k_ptr + slot, real, 0)
+    return temperature, top_k, tl.load(top_p_ptr + slot, real, 1.0), tl.load(min_p_ptr + slot, real, 0.0)
 
 
 @triton.jit

@@ -11,7 +11,6 @@ from paceline.kernels.top_k_top_p_kernels import BOUNDS, TOTALS, fixed, limits, 
 @triton.jit(do_not_specialize_on_alignment=["masses_ptr"])
 def interval_kernel(
     logits_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
@@ -44,7 +43,7 @@ def interval_kernel(
     # What fits anyway is collected whole.
     if (limits_count | limits_mass) & (width > CAPACITY) & (peak > float("-inf")):
         stride = (width + SAMPLE - 1) // SAMPLE
-        row_ptr = logits_ptr + tl.load(rows_ptr + row) * outer_stride
+        row_ptr = logits_ptr + row * outer_stride
         sample = load(row_ptr, tl.arange(0, SAMPLE) * stride, width)
         if limits_count:
             low, high = _interval(sample, peak, inverse_temperature, top_k.to(tl.float32), stride, False)
@@ -122,7 +121,6 @@ def _margin(amount: tl.tensor, unit: tl.tensor) -> tl.tensor:
 @triton.jit
 def search_kernel(
     logits_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
@@ -146,7 +144,7 @@ def search_kernel(
         inverse_temperature = 1.0 / temperature
         peak = tl.load(bounds_ptr + row * BOUNDS)
         if limits_count | limits_mass:
-            row_ptr = logits_ptr + tl.load(rows_ptr + row) * outer_stride
+            row_ptr = logits_ptr + row * outer_stride
             cutoff = _threshold(
                 row_ptr, bounds_ptr + row * BOUNDS, totals_ptr + row * TOTALS, candidates_ptr + row * CAPACITY,
                 width, inverse_temperature, top_k, top_p, limits_count, limits_mass, BLOCK, CAPACITY,

@@ -140,7 +140,7 @@ class BatchState:
         self.host_computed[slot] = admission.num_computed
         self.host_prompt[slot] = admission.prompt_len
         self.sampling[slot] = sampling
-        has_rules = sampling.has_rules or sampling.min_tokens > 0
+        has_rules = sampling.has_rules or sampling.has_filter or sampling.min_tokens > 0
         (self.ruled_slots.add if has_rules else self.ruled_slots.discard)(slot)
         (self.scored_slots.discard if sampling.prompt_logprobs < 0 else self.scored_slots.add)(slot)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 
@@ -26,6 +27,17 @@ from paceline.model.shard_plan import Span
 from paceline.worker.batch_state import BatchState, HostRows
 from paceline.worker.token_masks import mask_logits
 from paceline.worker.upload import float_bits, upload_ints
+
+
+class Asked(IntEnum):
+    """The most that a row of a step asks for."""
+
+    DRAW = 0
+    """By temperature, with noise or without."""
+    FILTERS = 1
+    """A draw among what top-k, top-p and min-p leave."""
+    RULES = 2
+    """More than that, which `Sampler.sample` alone does."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +104,13 @@ class Sampler:
         self._arrivals = torch.zeros(state.num_slots, dtype=torch.int32, device=state.device)
         self._no_cutoffs = torch.full((state.num_slots,), float("-inf"), device=state.device)
         self._rows: HostRows | None = None
-        self._is_plain = True
+        self._asked = Asked.DRAW
         self._ruled: _RuledRows | None = None
 
-    def is_plain(self, rows: HostRows) -> bool:
-        """Whether no row asks for more than temperature, so that `choose` alone is enough; the same on every rank."""
+    def asked(self, rows: HostRows) -> Asked:
+        """What the step's rows ask for; the same on every rank."""
         self._see(rows)
-        return self._is_plain
+        return self._asked
 
     def choose(self, logits: torch.Tensor, cutoffs: torch.Tensor | None = None) -> torch.Tensor:
         """Token ids [R] int64, equal on every rank, of the step's rows; logits are local, [R, padded shard width].
@@ -110,6 +122,10 @@ class Sampler:
         if self._communicator.size == 1:
             return drawn
         return token_ids_of(self._communicator.all_reduce_max(drawn))
+
+    def choose_filtered(self, logits: torch.Tensor) -> torch.Tensor:
+        """`choose` with the cutoffs of all rows, which a CUDA graph can hold too; every rank needs the whole logits."""
+        return self.choose(logits, self._find_cutoffs(logits))
 
     def draw(self, logits: torch.Tensor, cutoffs: torch.Tensor | None = None) -> torch.Tensor:
         """Keys [R] int64 of the best ids of this rank's shard, of which `choose` takes the maximum over ranks.
@@ -147,7 +163,8 @@ class Sampler:
             # Before all else: from minus infinity no rule comes back.
             mask_logits(logits, rows.rows, masks, self._vocab)
         logits = self._adjust(logits, rows, ruled)
-        token_ids = self.choose(logits, self._find_cutoffs(logits, ruled.filtered))
+        cutoffs = self._find_cutoffs(logits, ruled.filtered) if ruled.filtered.rows else None
+        token_ids = self.choose(logits, cutoffs)
         if model_logits is None:
             return token_ids, None
         return token_ids, _logprobs(model_logits, token_ids, ruled.reported, ruled.most_logprobs)
@@ -156,11 +173,20 @@ class Sampler:
         """Take note of a step's rows, where they are not those of the step before."""
         if self._rows is not rows:
             self._rows, self._ruled = rows, None
-            self._is_plain = not any(
-                rule.has_rules or self._holds_back(slot, rule)
-                for slot, rule in zip(rows.rows.slots, rows.sampling, strict=True)
-                if slot in self._state.ruled_slots
-            )
+            self._asked = self._most_asked(rows)
+
+    def _most_asked(self, rows: HostRows) -> Asked:
+        num_filtered = 0
+        for slot, rule in zip(rows.rows.slots, rows.sampling, strict=True):
+            if slot in self._state.ruled_slots:
+                if rule.has_rules or self._holds_back(slot, rule):
+                    return Asked.RULES
+                num_filtered += rule.has_filter
+        if num_filtered == 0:
+            return Asked.DRAW
+        # Of several ranks `choose_filtered` gathers the logits of all rows, `sample` of those alone that filter.
+        gathers_in_vain = self._communicator.size > 1 and 2 * num_filtered < len(rows.sampling)
+        return Asked.RULES if gathers_in_vain else Asked.FILTERS
 
     def _ruled_rows(self, rows: HostRows) -> _RuledRows:
         self._see(rows)
@@ -272,29 +298,26 @@ class Sampler:
         output_counts = count(in_output)
         return logits - frequency * output_counts - presence * (output_counts > 0)
 
-    def _find_cutoffs(self, logits: torch.Tensor, filtered: _Group) -> torch.Tensor | None:
-        """Of each row the least logit that top-k, top-p and min-p keep; they need the whole vocabulary on each rank."""
-        if not filtered.rows:
-            return None
-        state, whole, rows = self._state, logits[:, : self._vocab_size], filtered.index
-        if self._communicator.size > 1:
-            whole = self._gather(logits.index_select(0, filtered.index))
-            rows = torch.arange(len(filtered.rows), device=logits.device)
+    def _find_cutoffs(self, logits: torch.Tensor, filtered: _Group | None = None) -> torch.Tensor:
+        """Of each row [R] the least logit that top-k, top-p and min-p keep.
+
+        They need the whole vocabulary, which several ranks gather: of the filtered rows, where these are given.
+        """
+        state, num_rows = self._state, logits.shape[0]
         settings = state.temperature, state.top_k, state.top_p, state.min_p
-        found = find_cutoffs(whole, rows, filtered.slots, *settings)
-        return self._no_cutoffs[: logits.shape[0]].clone().index_copy_(0, filtered.index, found)
+        if filtered is None or self._communicator.size == 1:
+            return find_cutoffs(self._gather(logits), state.slots(num_rows), *settings)
+        found = find_cutoffs(self._gather(logits.index_select(0, filtered.index)), filtered.slots, *settings)
+        return self._no_cutoffs[:num_rows].clone().index_copy_(0, filtered.index, found)
 
     def compile_rules(self, num_rows: int, dtype: torch.dtype) -> None:
         """Within `compile_only`: compile what so many rows launch where any has rules; dtype: of the model's logits.
 
         Penalties and biases make logits float32.
         """
-        device = self._state.device
-        index = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        everyone = _Group(list(range(num_rows)), index, index.int())
         for each in (dtype, torch.float32):
-            logits = torch.empty((num_rows, self._vocab.padded), dtype=each, device=device)
-            self.draw(logits, self._find_cutoffs(logits, everyone))
+            logits = torch.empty((num_rows, self._vocab.padded), dtype=each, device=self._state.device)
+            self.draw(logits, self._find_cutoffs(logits))
 
     def _gather(self, logits: torch.Tensor) -> torch.Tensor:
         """The whole vocabulary's logits [n, vocab_size] of local ones [n, W]; every rank's shard starts at rank * W."""

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from paceline.worker.pending import PendingResult
 from paceline.worker.product_tuning import ProductTuner, gpu_seconds
 from paceline.worker.prompt_scorer import PromptScorer, PromptScores
 from paceline.worker.ranks import RankGroup
-from paceline.worker.sampler import SampledLogprobs, Sampler
+from paceline.worker.sampler import Asked, SampledLogprobs, Sampler
 from paceline.worker.step_graphs import GraphShapes, StepGraphs
 from paceline.worker.tuning_cache import TuningCache
 
@@ -79,6 +80,7 @@ class Worker:
         self._ranks = ranks
         self._copy_stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
         self._step_graphs: StepGraphs[torch.Tensor] | None = None
+        self._filtered_graphs: StepGraphs[torch.Tensor] | None = None
         self._hidden_graphs: StepGraphs[Hidden] | None = None
         if ranks.device.type == "cuda":
             compute_keys()  # beside what waits for files
@@ -251,6 +253,7 @@ class Worker:
     def _capture_graphs(self) -> None:
         shared = self._model.two_layers, self.state, self._config.max_batched_tokens, torch.cuda.graph_pool_handle()
         self._step_graphs = StepGraphs(self._launch_step, *shared)
+        self._filtered_graphs = StepGraphs(partial(self._launch_step, filtered=True), *shared)
         self._hidden_graphs = StepGraphs(self._launch_hidden, *shared)
         self._step_graphs.capture_all()
 
@@ -274,8 +277,9 @@ class Worker:
             self._check_lockstep(_Lockstep(plan.step, rows.shape.num_rows, rows.shape.num_tokens))
         logprobs = scores = None
         scored = self._scorer.rows_of(rows.rows)
-        if not scored and not plan.masks and self._sampler.is_plain(rows):
-            token_ids = self._run_whole(rows.shape)
+        asked = self._sampler.asked(rows)
+        if not scored and not plan.masks and asked is not Asked.RULES:
+            token_ids = self._run_whole(rows.shape, filtered=asked is Asked.FILTERS)
         else:
             if scored:
                 every, last = self._launch_every_token(rows.shape)
@@ -289,14 +293,16 @@ class Worker:
         self.state.count(rows)
         return rows, token_ids, logprobs, scores
 
-    def _run_whole(self, shape: StepShape) -> torch.Tensor:
-        token_ids = None if self._step_graphs is None else self._step_graphs.run(shape)
+    def _run_whole(self, shape: StepShape, *, filtered: bool) -> torch.Tensor:
+        graphs = self._filtered_graphs if filtered else self._step_graphs
+        token_ids = None if graphs is None else graphs.run(shape)
         # The next step overwrites a graph's result.
-        return self._launch_step(shape) if token_ids is None else token_ids.clone()
+        return self._launch_step(shape, filtered=filtered) if token_ids is None else token_ids.clone()
 
-    def _launch_step(self, shape: StepShape) -> torch.Tensor:
-        """A whole step of rows that ask for nothing special: token ids [R]."""
-        token_ids = self._sampler.choose(self._model.logits(*self._launch_hidden(shape)))
+    def _launch_step(self, shape: StepShape, *, filtered: bool = False) -> torch.Tensor:
+        """A whole step of rows that ask for a draw, with filtered for one among what filters leave: token ids [R]."""
+        choose = self._sampler.choose_filtered if filtered else self._sampler.choose
+        token_ids = choose(self._model.logits(*self._launch_hidden(shape)))
         self.state.advance(shape, token_ids)
         return token_ids
 

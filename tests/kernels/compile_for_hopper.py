@@ -125,8 +125,8 @@ def call_all() -> None:
         settings = floats(SLOTS), tensor(SLOTS, dtype=torch.int64), ints(SLOTS), ints(num_rows)
         gumbel_argmax(tensor(num_rows, 151936), *settings, 0, 151936, floats(SLOTS), ints(SLOTS))
     for dtype in (torch.bfloat16, torch.float32):
-        rows = tensor(4, dtype=torch.int64), ints(4)
-        find_cutoffs(tensor(4, 151936, dtype=dtype), *rows, floats(SLOTS), ints(SLOTS), floats(SLOTS), floats(SLOTS))
+        settings = floats(SLOTS), ints(SLOTS), floats(SLOTS), floats(SLOTS)
+        find_cutoffs(tensor(4, 151936, dtype=dtype), ints(4), *settings)
 
 
 def call_attention(heads: int, kv_heads: int, head_dim: int, *, rotated: int, with_norm: bool) -> None:

@@ -16,8 +16,7 @@ BOTH = pytest.mark.parametrize("find", [find_cutoffs_reference, find_cutoffs_tri
 
 def kept(find: Find, logits: torch.Tensor, settings: list[torch.Tensor]) -> torch.Tensor:
     """Which logits are at or above their rows' cutoffs, on the CPU; all rows, with a setting each."""
-    everyone = torch.arange(logits.shape[0], device=logits.device)
-    cutoffs = find(logits, everyone, everyone.int(), *settings)
+    cutoffs = find(logits, torch.arange(logits.shape[0], dtype=torch.int32, device=logits.device), *settings)
     assert cutoffs.dtype == torch.float32
     return (logits.float() >= cutoffs[:, None]).cpu()
 
@@ -104,19 +103,28 @@ def test_nothing_to_filter_is_no_cutoff(
 ) -> None:
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     logits = torch.tensor([[NAN, -0.0, -INF, 1e-42]], device=device)
-    assert find(logits, zero, zero, *settings(device, setting)).tolist() == [-INF]
+    assert find(logits, zero, *settings(device, setting)).tolist() == [-INF]
 
 
 @BOTH
-def test_some_rows_with_settings_of_any_slots(find: Find, device: torch.device) -> None:
+def test_rows_with_settings_of_any_slots(find: Find, device: torch.device) -> None:
     """Of a tensor whose rows lie further apart than they are wide: a vocabulary ends before its padding does."""
-    wide = torch.randn(20, 107, device=device) * 3
-    rows = torch.tensor([17, 3, 4, 11, 0], device=device)
+    wide = torch.randn(5, 107, device=device) * 3
     slots = torch.tensor([4, 2, 6, 1, 3], dtype=torch.int32, device=device)
-    actual = find(wide[:, :100], rows, slots, *settings(device, *MIXED)).cpu()
-    chosen = wide[rows, :100].cpu().contiguous()
+    actual = find(wide[:, :100], slots, *settings(device, *MIXED)).cpu()
+    logits = wide[:, :100].cpu().contiguous()
     alone = settings(torch.device("cpu"), *(MIXED[slot] for slot in slots.tolist()))
-    assert torch.equal(chosen >= actual[:, None], kept(find_cutoffs_reference, chosen, alone))
+    assert torch.equal(logits >= actual[:, None], kept(find_cutoffs_reference, logits, alone))
+
+
+@BOTH
+def test_padding_is_not_filtered(find: Find, device: torch.device) -> None:
+    """Nor are settings read for it, which would be some other tensor's values."""
+    around = settings(device, *[(1.0, 2, 0.5, 0.5)] * 3)
+    slots = torch.tensor([0, -1, 1, -1], dtype=torch.int32, device=device)
+    cutoffs = find(torch.randn(4, 100, device=device), slots, *(each[1:] for each in around)).tolist()
+    assert cutoffs[1] == cutoffs[3] == -INF
+    assert min(cutoffs[0], cutoffs[2]) > -INF
 
 
 def kinds_of_rows(width: int) -> list[torch.Tensor]:
@@ -194,11 +202,11 @@ def test_a_vocabulary_of_one(find: Find, setting: tuple[float, int, float, float
 def test_rows_wide_enough_for_samples_do_not_depend_on_their_batch() -> None:
     cuda = torch.device("cuda")
     logits = torch.stack(kinds_of_rows(50021)).to(cuda)
-    rows = torch.arange(len(logits), device=cuda)
     setting = settings(cuda, (0.9, 0, 0.95, 0.0))
-    together = find_cutoffs(logits, rows, torch.zeros_like(rows), *setting)
-    for row in rows:
-        assert torch.equal(find_cutoffs(logits, row[None], torch.zeros_like(row[None]), *setting), together[row, None])
+    slots = torch.zeros(len(logits), dtype=torch.int32, device=cuda)
+    together = find_cutoffs(logits, slots, *setting)
+    for row in range(len(logits)):
+        assert torch.equal(find_cutoffs(logits[row : row + 1], slots[:1], *setting), together[row : row + 1])
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from paceline.model.registry import MODEL_CLASSES
 from paceline.model.shard_plan import ShardPlan
 from paceline.worker.batch_state import BatchState, StepShape
 from paceline.worker.product_tuning import ProductTuner
-from paceline.worker.sampler import Sampler, _Group
+from paceline.worker.sampler import Sampler
 from paceline.worker.step_graphs import GraphShapes
 from paceline.worker.tuning_cache import Choice
 from paceline.worker.worker import Worker
@@ -122,11 +122,10 @@ def launch_all_steps(worker: Worker) -> None:
     for shape in [*shapes, StepShape(tokens, 1, True), StepShape(tokens, most, True), prompts_of(worker)]:
         worker._launch_step(shape)
     for num_rows in sorted({1, min(3, most), most // 3 + 1, most}):
-        index = torch.arange(num_rows, device=GPU)
-        filtered = _Group(list(range(num_rows)), index, worker.state.slots(most)[index])
         for dtype in (worker._dtype, torch.float32):
-            logits = torch.empty((num_rows, worker._model.vocab.padded), dtype=dtype, device=GPU)
-            worker._sampler.choose(logits, worker._sampler._find_cutoffs(logits, filtered))
+            worker._sampler.choose_filtered(
+                torch.empty((num_rows, worker._model.vocab.padded), dtype=dtype, device=GPU)
+            )
 
 
 def launch_both_ways(launches: Callable[[], None]) -> float:

@@ -21,7 +21,7 @@ from paceline.model.communicator import Communicator, SingleRank, run_simulated_
 from paceline.model.shard_plan import Span
 from paceline.worker.batch_state import BatchState
 from paceline.worker.pending import PendingResult
-from paceline.worker.sampler import SampledLogprobs, Sampler
+from paceline.worker.sampler import Asked, SampledLogprobs, Sampler
 
 VOCAB = 259
 CPU = torch.device("cpu")
@@ -332,14 +332,54 @@ def test_no_rule_makes_a_step_wait_for_the_gpu(mixed: tuple[torch.Tensor, list[R
     assert pending.result() == expected
 
 
-@pytest.mark.parametrize("rules", [{"logit_bias": ((3, 1.0),)}, {"min_tokens": 5, "stop_ids": (3,)}])
-def test_every_rank_finds_the_same_rows_plain(rules: dict[str, object]) -> None:
+def asked_of(comm: Communicator, rules: Sequence[RowSampling]) -> Asked:
+    state = BatchState(len(rules), 64, 16, CPU)
+    device_rows = state.apply(plan_of([([5, 6], 2, rule) for rule in rules]))
+    return Sampler(state, comm, span_of(comm.rank, comm.size), VOCAB).asked(device_rows)
+
+
+WARM, NUCLEUS = RowSampling(temperature=1.0, seed=1), RowSampling(temperature=1.0, seed=1, top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    ("rules", "asked"),
+    [
+        ([greedy(), WARM], Asked.DRAW),
+        ([greedy(top_p=0.9, top_k=3, min_p=0.1)], Asked.DRAW),
+        ([NUCLEUS, greedy()], Asked.FILTERS),
+        ([NUCLEUS, greedy(logit_bias=((3, 1.0),))], Asked.RULES),
+        ([greedy(min_tokens=5, stop_ids=(3,)), NUCLEUS], Asked.RULES),
+        ([greedy(repetition_penalty=1.5)], Asked.RULES),
+        ([greedy(logprobs=0)], Asked.RULES),
+    ],
+)
+def test_every_rank_sees_what_is_asked(rules: list[RowSampling], asked: Asked) -> None:
     """Also a rank whose part of the vocabulary a rule does not touch: the ranks must launch the same steps."""
+    assert run_simulated_ranks(4, lambda comm: asked_of(comm, rules)) == [asked] * 4
+    assert asked_of(SingleRank(), rules) is asked
 
-    def is_plain(comm: Communicator, row: RowSampling) -> bool:
-        state = BatchState(1, 64, 16, CPU)
-        device_rows = state.apply(plan_of([([5, 6], 2, row)]))
-        return Sampler(state, comm, span_of(comm.rank, comm.size), VOCAB).is_plain(device_rows)
 
-    assert run_simulated_ranks(4, lambda comm: is_plain(comm, greedy(**rules))) == [False] * 4
-    assert run_simulated_ranks(4, lambda comm: is_plain(comm, greedy())) == [True] * 4
+def test_ranks_do_not_gather_the_logits_of_many_rows_for_few() -> None:
+    rules = [NUCLEUS, WARM, WARM]
+    assert run_simulated_ranks(2, lambda comm: asked_of(comm, rules)) == [Asked.RULES] * 2
+    assert asked_of(SingleRank(), rules) is Asked.FILTERS
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_filters_for_all_rows_at_once_choose_what_filters_for_some_do(
+    mixed: tuple[torch.Tensor, list[Row]], size: int
+) -> None:
+    logits, rows = mixed
+    logits, rows = logits[:5], rows[:5]
+
+    def choose(comm: Communicator) -> list[int]:
+        state = BatchState(7, 64, 16, CPU)
+        state.apply(plan_of(rows))
+        span = span_of(comm.rank, comm.size)
+        # Two rows more than there are, as a CUDA graph has.
+        local = torch.full((7, span.padded), 6e4)
+        local[:5, : span.length] = logits[:, span.start : span.start + span.length]
+        chosen: list[int] = Sampler(state, comm, span, VOCAB).choose_filtered(local)[:5].tolist()
+        return chosen
+
+    assert run_simulated_ranks(size, choose) == [sample(logits, rows)] * size

@@ -76,7 +76,8 @@ def test_large_steps_have_graphs_where_little_of_them_is_padding() -> None:
 
 def script() -> list[StepPlan]:
     """Steps of few and of many rows, with prompts, chunks of prompts and rules among them."""
-    rules = RowSampling(temperature=0.8, seed=5, top_k=20, top_p=0.9)
+    filters = RowSampling(temperature=0.8, seed=5, top_k=20, top_p=0.9)
+    rules = RowSampling(temperature=0.8, seed=5, top_k=20, top_p=0.9, presence_penalty=0.5)
     warm = RowSampling(temperature=0.9, seed=7)
     choices = [GREEDY, warm, GREEDY]
 
@@ -104,8 +105,10 @@ def script() -> list[StepPlan]:
     plans.append(StepPlan(6, admissions=admissions, rows=StepRows(others, lengths, [True] * len(others))))
     everyone = StepRows(list(range(SLOTS)), [1] * SLOTS, [True] * SLOTS)
     plans += [StepPlan(7, rows=everyone), StepPlan(8), StepPlan(9)]
-    plans.append(StepPlan(10, admissions=[admit(5, 12, rules)], rows=StepRows([0, 1, 5], [1, 1, 12], [True] * 3)))
-    plans += [StepPlan(11, rows=StepRows([0, 1, 5], [1, 1, 1], [True] * 3)), StepPlan(12)]
+    for step, sampling in ((10, filters), (13, rules)):
+        admissions = [admit(5, 12, sampling)]
+        plans.append(StepPlan(step, admissions=admissions, rows=StepRows([0, 1, 5], [1, 1, 12], [True] * 3)))
+        plans += [StepPlan(step + 1, rows=StepRows([0, 1, 5], [1, 1, 1], [True] * 3)), StepPlan(step + 2)]
     return plans
 
 
