@@ -20,13 +20,15 @@ def rules(rows: int, top_k: int, top_p: float, min_p: float) -> sampling.Rules:
 
 def kept_by_reference(logits: torch.Tensor, rules: sampling.Rules) -> torch.Tensor:
     everyone = torch.arange(logits.shape[0])
-    return logits >= find_cutoffs_reference(logits, everyone, everyone, *rules)[:, None]
+    return logits >= find_cutoffs_reference(logits, everyone, *rules)[:, None]
 
 
+@pytest.mark.parametrize("digits", [3, 0])
 @pytest.mark.parametrize("rule", [*sampling.RULES.values(), (0, 1.0, 0.3), (2000, 0.5, 0.0)])
-def test_the_sorting_filter_keeps_what_the_reference_keeps(rule: tuple[int, float, float]) -> None:
+def test_the_sorting_filter_keeps_what_the_reference_keeps(rule: tuple[int, float, float], digits: int) -> None:
+    """Also where many logits are equal, as they are when rounded."""
     torch.manual_seed(0)
-    logits = 2 * torch.randn(5, 1000)
+    logits = (2 * torch.randn(5, 1000)).round(decimals=digits)
     kept = kept_by_reference(logits, rules(5, *rule))
     filtered = sampling.filter_by_sorting(logits.clone(), *rules(5, *rule))
     assert torch.equal(filtered, logits.masked_fill(~kept, float("-inf")))
