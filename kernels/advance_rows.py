@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.kernels.launch import launch
+from paceline.kernels.launch import dependent_launch, launch
 
 _BLOCK = 128
 
@@ -58,6 +59,7 @@ def advance_rows_triton(
 ) -> None:
     """`advance_rows` by a Triton kernel."""
     num_rows = slots.shape[0]
+    pdl = dependent_launch(slots.device)
     launch(
         _advance_rows_kernel,
         (triton.cdiv(num_rows, _BLOCK),),
@@ -71,7 +73,9 @@ def advance_rows_triton(
         num_rows,
         token_table.shape[1],
         _BLOCK,
+        pdl,
         num_warps=4,
+        dependent=pdl,
     )
 
 
@@ -90,8 +94,12 @@ def _advance_rows_kernel(
     num_rows: tl.tensor,
     token_table_width: tl.tensor,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """BLOCK rows."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < num_rows
     slot = tl.load(slots_ptr + rows, mask=mask, other=-1).to(tl.int64)

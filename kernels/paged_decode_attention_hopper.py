@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.kernels.decode_work import BLOCK_N, DecodeWork
+from paceline.kernels.decode_work import BLOCK_N, UNALIGNED, DecodeWork
 from paceline.kernels.gluon_names import HALF, in_parts
 from paceline.kernels.launch import launch, num_processors
 from paceline.kernels.paged_decode_combine_hopper import combine_if_last
@@ -102,9 +102,16 @@ def paged_decode_attention_hopper(
 
 
 @gluon.jit
+def _find_newest(table_ptr: gl.tensor, seq_len: gl.tensor, BLOCK_SIZE: gl.constexpr) -> gl.tensor:
+    """Return the slot, int64, of the first token of the run that holds a row's newest one."""
+    first = (seq_len - 1) // RUN * RUN
+    return gl.load(table_ptr + first // BLOCK_SIZE).to(gl.int64) * BLOCK_SIZE + first % BLOCK_SIZE
+
+
+@gluon.jit
 def _load_newest(
-    cache_ptr: gl.tensor, table_ptr: gl.tensor, last: gl.tensor, seq_len: gl.tensor, column: gl.tensor,
-    STRIDE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    cache_ptr: gl.tensor, slot: gl.tensor, last: gl.tensor, seq_len: gl.tensor, column: gl.tensor,
+    STRIDE: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
     """Return HALF elements of each of the run of tokens that holds a row's newest one, [RUN, HALF], zero past that.
 
@@ -112,7 +119,6 @@ def _load_newest(
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     first = (seq_len - 1) // RUN * RUN
-    slot = gl.load(table_ptr + first // BLOCK_SIZE).to(gl.int64) * BLOCK_SIZE + first % BLOCK_SIZE
     rows = gl.arange(0, RUN, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
     offsets = (slot + rows)[:, None] * STRIDE + column + dims[None, :]
@@ -160,6 +166,7 @@ def _attend_pieces(
     done = 0
     turn = 0
     row, kv_head, chunk, first_of_row, seq_len, table_ptr, token = find_piece(turn, rows, KV_HEADS)
+    newest = _find_newest(table_ptr, seq_len, BLOCK_SIZE)
     if (row >= 0) | (gl.program_id(0) == 0):  # the kernel as a whole must not end before the one it depends on
         gdc_wait()
     while row >= 0:
@@ -168,11 +175,11 @@ def _attend_pieces(
         q_tile.store(gl.load(q_ptr + group * HEAD_DIM + q_offsets, mask=(members < GROUP)[:, None], other=0.0))
         column = kv_head * HEAD_DIM
         STRIDE: gl.constexpr = KV_HEADS * HEAD_DIM
-        k_new = _load_newest(k_cache_ptr, table_ptr, last, seq_len, column, STRIDE, BLOCK_SIZE)
-        v_new = _load_newest(v_cache_ptr, table_ptr, last, seq_len, column, STRIDE, BLOCK_SIZE)
+        k_new = _load_newest(k_cache_ptr, newest, last, seq_len, column, STRIDE)
+        v_new = _load_newest(v_cache_ptr, newest, last, seq_len, column, STRIDE)
         if HEAD_DIM > HALF:
-            k_rest = _load_newest(k_cache_ptr, table_ptr, last, seq_len, column + HALF, STRIDE, BLOCK_SIZE)
-            v_rest = _load_newest(v_cache_ptr, table_ptr, last, seq_len, column + HALF, STRIDE, BLOCK_SIZE)
+            k_rest = _load_newest(k_cache_ptr, newest, last, seq_len, column + HALF, STRIDE)
+            v_rest = _load_newest(v_cache_ptr, newest, last, seq_len, column + HALF, STRIDE)
         fence_async_shared()
         acc = gl.zeros([HEAD_DIM, BLOCK_G], gl.float32, layout=layout)
         sums = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, layout=layout)
@@ -224,9 +231,10 @@ def _attend_pieces(
             )  # fmt: skip
         turn += 1
         row, kv_head, chunk, first_of_row, seq_len, table_ptr, token = find_piece(turn, rows, KV_HEADS)
+        newest = _find_newest(table_ptr, seq_len, BLOCK_SIZE)
 
 
-@gluon.jit(do_not_specialize=["num_slots", "num_pieces"])
+@gluon.jit(do_not_specialize=["num_slots", "num_pieces"], do_not_specialize_on_alignment=UNALIGNED)
 def _hopper_decode_kernel(
     q_ptr: gl.tensor,
     k_slots: tma.tensor_descriptor,

@@ -15,10 +15,12 @@ from paceline.kernels.top_k_top_p_search import interval_kernel, search_kernel
 
 _TILE = 4096
 _COLLECT_TILE = 2048
-_SEARCH_BLOCK = 1024
+_SEARCH_BLOCK = 2048
 _SAMPLE = 8192
 _CAPACITY = 16384
 """Logits of a row among which its threshold is searched for; a sample of _SAMPLE promises that they suffice."""
+_ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+"""Last bits of a float32 that are zero in every value of a type, below which no threshold is searched for."""
 
 
 def find_cutoffs(
@@ -127,7 +129,7 @@ def find_cutoffs_triton(
         interval_kernel,
         (num_rows,),
         *what, peaks, masses, bounds, totals, width, stride, tiles,
-        TILES=triton.next_power_of_2(tiles), CAPACITY=capacity, SAMPLE=_SAMPLE, num_warps=16,
+        TILES=triton.next_power_of_2(tiles), CAPACITY=capacity, SAMPLE=_SAMPLE, num_warps=4,
     )  # fmt: skip
     collect_tile = min(tile, _COLLECT_TILE)
     launch(
@@ -140,6 +142,6 @@ def find_cutoffs_triton(
         search_kernel,
         (num_rows,),
         *what, bounds, totals, candidates, cutoffs, width, stride,
-        BLOCK=_SEARCH_BLOCK, CAPACITY=capacity, num_warps=8,
+        BLOCK=_SEARCH_BLOCK, CAPACITY=capacity, SHIFT=_ZERO_BITS[logits.dtype], num_warps=8,
     )  # fmt: skip
     return cutoffs

@@ -7,11 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from paceline.kernels.launch import launch
 from paceline.kernels.top_k_top_p import find_cutoffs, find_cutoffs_reference, find_cutoffs_triton
+from paceline.kernels.top_k_top_p_search import search_kernel
 
 Find = Callable[..., torch.Tensor]
 INF, NAN = float("inf"), float("nan")
 BOTH = pytest.mark.parametrize("find", [find_cutoffs_reference, find_cutoffs_triton])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
 def kept(find: Find, logits: torch.Tensor, settings: list[torch.Tensor]) -> torch.Tensor:
@@ -72,12 +75,14 @@ def test_keeps_what_sorting_keeps(find: Find, width: int, dtype: torch.dtype, de
 
 
 @BOTH
+@DTYPES
 @pytest.mark.parametrize(
     ("logits", "setting", "stay"),
     [
         ([3.0, 1.0, 3.0, 2.0, 2.0, 2.0], (1.0, 3, 1.0, 0.0), [0, 2, 3, 4, 5]),
         ([0.0, 0.0, 0.0, 0.0], (1.0, 0, 0.5, 0.0), [0, 1, 2, 3]),
         ([-0.0, 0.0, -1.0], (1.0, 1, 1.0, 0.0), [0, 1]),
+        ([-0.0, 0.0, -1.0, 1.0], (1.0, 0, 1.0, 0.36), [0, 1, 3]),
         ([5.0, 4.0, -2.0], (1.0, 0, 0.0, 0.0), [0]),
         ([5.0, 4.0, -2.0], (1.0, 0, 1.0, 1.0), [0]),
         ([5.0, 5.0, 4.0], (1e-10, 0, 0.9, 0.0), [0, 1]),
@@ -90,10 +95,53 @@ def test_keeps_what_sorting_keeps(find: Find, width: int, dtype: torch.dtype, de
     ],
 )
 def test_edges(
-    find: Find, logits: list[float], setting: tuple[float, int, float, float], stay: list[int], device: torch.device
+    find: Find,
+    logits: list[float],
+    setting: tuple[float, int, float, float],
+    stay: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    actual = kept(find, torch.tensor([logits], device=device), settings(device, setting))[0]
+    actual = kept(find, torch.tensor([logits], dtype=dtype, device=device), settings(device, setting))[0]
     assert actual.nonzero().flatten().tolist() == stay
+
+
+@DTYPES
+def test_any_two_neighbours_of_a_type_are_told_apart(dtype: torch.dtype, device: torch.device) -> None:
+    """Subnormal ones too, where Triton's interpreter has them; and zero from zero is not."""
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    least = torch.finfo(dtype).tiny if dtype == torch.bfloat16 else 0.0
+    around = torch.tensor([least, 1.0, 1000.0], dtype=dtype)
+    sizes = (around.view(bits)[:, None] + torch.arange(3, dtype=bits)).view(dtype).flatten()
+    row = torch.cat([sizes, -sizes, sizes[:1] * 0, sizes[:1] * -0.0])
+    ks = [(1.0, k, 1.0, 0.0) for k in range(1, len(row))]
+    logits = row.repeat(len(ks), 1)
+    expected = kept(find_cutoffs_reference, logits, settings(torch.device("cpu"), *ks))
+    assert torch.equal(kept(find_cutoffs_triton, logits.to(device), settings(device, *ks)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_masses_that_rounding_keeps_from_their_target_let_no_more_stay_than_was_collected(
+    sign: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The interval begins between two neighbours of the type, of which it holds the larger."""
+    near, far = torch.tensor([4.0], dtype=dtype), torch.tensor([4.0], dtype=dtype).view(torch.int16) + 1
+    below, least = sorted((sign * near.item(), sign * far.view(dtype).item()))
+    low, peak, unit = (3 * below + least) / 4, 6.0, 2**40
+    logits = torch.tensor([[peak, least, below]], dtype=dtype, device=device)
+    bounds = torch.tensor([peak, low, INF], device=device)
+    totals = torch.tensor([2, 8 * unit, 0, 0, 8 * unit], device=device)
+    candidates = torch.tensor([least, peak], device=device)
+    cutoffs = torch.empty(1, device=device)
+    launch(
+        search_kernel,
+        (1,),
+        logits, torch.zeros(1, dtype=torch.int32, device=device), *settings(device, (1.0, 0, 0.9, 0.0)),
+        bounds, totals, candidates, cutoffs, 3, 3,
+        BLOCK=64, CAPACITY=2, SHIFT=16 if dtype == torch.bfloat16 else 13,
+    )  # fmt: skip
+    assert cutoffs.tolist() == [least]
 
 
 @BOTH
@@ -158,10 +206,11 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
+@DTYPES
 @pytest.mark.parametrize("shift", range(4))
-def test_any_row_under_any_setting(shift: int, device: torch.device) -> None:
+def test_any_row_under_any_setting(shift: int, dtype: torch.dtype, device: torch.device) -> None:
     """Over the shifts, a row of every kind meets a third of the settings, and some meet a large k."""
-    logits = torch.stack(kinds_of_rows(601))
+    logits = torch.stack(kinds_of_rows(601)).to(dtype)
     rows = [*MIXED[3 * shift :], *MIXED[: 3 * shift]]
     rows[9 - shift] = (1.0, 200 + 50 * shift, 1.0, 0.0)
     expected = kept(find_cutoffs_reference, logits, settings(torch.device("cpu"), *rows))
@@ -171,12 +220,15 @@ def test_any_row_under_any_setting(shift: int, device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
+@DTYPES
 @pytest.mark.parametrize(
     "setting", [(1.0, 180, 1.0, 0.0), (1.0, 400, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (3.0, 0, 0.5, 0.1)]
 )
-def test_thresholds_far_from_the_peak(setting: tuple[float, int, float, float], device: torch.device) -> None:
+def test_thresholds_far_from_the_peak(
+    setting: tuple[float, int, float, float], dtype: torch.dtype, device: torch.device
+) -> None:
     """Most of what is kept lies above the logits that are searched."""
-    logits = torch.randn(3, 601)
+    logits = torch.randn(3, 601).to(dtype)
     expected = kept(find_cutoffs_reference, logits, settings(torch.device("cpu"), *[setting] * 3))
     assert torch.equal(kept(find_cutoffs_triton, logits.to(device), settings(device, *[setting] * 3)), expected)
 
