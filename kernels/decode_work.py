@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.kernels.launch import dependent_launch, launch, num_processors
+from paceline.kernels.launch import launch, num_processors
 
 PROGRAMS_PER_PROCESSOR = 2
 BLOCK_N = 64
@@ -57,7 +56,6 @@ def plan_decode(query_start: torch.Tensor, seq_lens: torch.Tensor, kv_heads: int
     size = num_rows + triton.cdiv(programs, kv_heads)
     work = torch.empty(3 * size + 1 + num_rows * kv_heads, dtype=torch.int32, device=device)
     rows, chunks, firsts, chunk_len, arrivals = work.split([size, size, size, 1, num_rows * kv_heads])
-    pdl = dependent_launch(device)
     launch(
         _plan_decode_kernel,
         (triton.cdiv(size, _BLOCK),),
@@ -77,9 +75,7 @@ def plan_decode(query_start: torch.Tensor, seq_lens: torch.Tensor, kv_heads: int
         triton.next_power_of_2(max(num_rows, _COMPARED_AT_ONCE)),
         _COMPARED_AT_ONCE,
         _BLOCK,
-        pdl,
         num_warps=4,
-        dependent=pdl,
     )
     return DecodeWork(rows, chunks, firsts, chunk_len, arrivals)
 
@@ -107,12 +103,8 @@ def _plan_decode_kernel(
     BLOCK_R: tl.constexpr,
     COMPARED_AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """BLOCK pieces of work; every program counts all rows for itself."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     index = tl.arange(0, BLOCK_R)
     length = _lengths(query_start_ptr, seq_lens_ptr, index, num_rows)
     share = tl.cdiv(tl.sum(length.to(tl.int64), axis=0) * KV_HEADS, PROGRAMS).to(tl.int32)
