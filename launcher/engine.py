@@ -30,7 +30,7 @@ from paceline.launcher.choices import choice_seed
 from paceline.launcher.executor import RankExecutor
 from paceline.launcher.grammars import TokenizerGrammars
 from paceline.launcher.termination import exit_on_signal
-from paceline.launcher.tokenizer import Tokenizer
+from paceline.launcher.tokenizer import Tokenizer, read_tokenizer_config
 from paceline.worker.garbage import keep_all_that_is_here
 from paceline.worker.loop import follow
 from paceline.worker.memory import RankMemory
@@ -78,6 +78,7 @@ def _start(config: EngineConfig, ranks: RankGroup) -> Engine:
     with ranks.together():
         if ranks.local_rank == 0:
             folder = str(resolve_checkpoint(config.model or None))
+            read_tokenizer_config(Path(folder))  # what is wrong with it is told before the weights are read
     config = dataclasses.replace(config, model=ranks.exchange(folder)[0])
     devices = ranks.exchange(ranks.device_name)
     # It takes a second or more, and in a thread slows down all that launches kernels or reads weights, since both give

@@ -17,6 +17,7 @@ import llguidance
 
 from paceline.coordinator.checks import shown
 from paceline.coordinator.errors import InputError
+from paceline.launcher.json_text import parse_json
 
 MAX_CHOICES = 4096
 MAX_NESTING = 64
@@ -32,10 +33,10 @@ def json_schema(schema: Mapping[str, Any] | bool | str) -> str:
     """
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
+            schema = parse_json(schema)
         except json.JSONDecodeError as error:
             raise InputError(f"the JSON schema is no valid JSON at character {error.pos}") from error
-        except (ValueError, RecursionError) as error:  # a number too long to read, or nested beyond all measure
+        except ValueError as error:  # a number too long to read, or nested beyond all measure
             raise InputError("the JSON schema is nested too deep, or holds a number that is too long") from error
     if not isinstance(schema, (Mapping, bool)):
         raise InputError(f"a JSON schema must be an object, got {shown(schema)}")

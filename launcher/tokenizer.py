@@ -17,6 +17,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 Message = Mapping[str, Any]
 
 
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The object in tokenizer_config.json, empty where there is no such file. Raises InputError as read_json."""
+    path = folder / "tokenizer_config.json"
+    return read_json(path) if path.exists() else {}
+
+
 class Tokenizer:
     """A checkpoint's tokenizer. A folder without one still serves prompts given as token ids."""
 
@@ -136,8 +142,8 @@ def _model_config(folder: Path) -> Any:
     Of the config it takes a few fields. Left to itself it reads them into the model family's own class, with which it
     imports torch's compiler, for about as long as all else that a tokenizer takes.
     """
-    path, config_path = folder / "tokenizer_config.json", folder / "config.json"
-    fields = read_json(path) if path.exists() else {}
+    config_path = folder / "config.json"
+    fields = read_tokenizer_config(folder)
     if not fields.get("tokenizer_class") or "auto_map" in fields or not config_path.exists():
         return None
     from transformers import PreTrainedConfig

@@ -8,12 +8,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# What tests share lies in folders of modules, not in packages; they join the path, last.
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).with_name("support")))
+from tiny_configs import SIZES
 
 if TYPE_CHECKING:
     import torch
@@ -40,17 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPUs, found {_GPUS}"))
 
 
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
+TINY = SIZES | {"max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 """The shape of field report cases; qwen3 has heads wider than hidden_size / heads."""
 
 

@@ -18,7 +18,7 @@ from typing import IO
 
 from paceline.coordinator.checks import is_int, shown
 from paceline.coordinator.errors import InputError
-from paceline.launcher.clients.json_text import parse_json
+from paceline.launcher.json_text import parse_json
 
 BLOCK_TOKENS = 512
 """Prompt tokens that one of Mooncake's hash ids stands for."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from paceline.launcher.clients.json_text import parse_json
+from paceline.launcher.json_text import parse_json
 
 if TYPE_CHECKING:
     from paceline.launcher.clients.http import Response

@@ -13,8 +13,8 @@ from typing import Any
 from paceline.coordinator.errors import InputError
 from paceline.launcher.clients.events import DONE, EventParser, event_object
 from paceline.launcher.clients.http import HttpClient, Response, TransportError
-from paceline.launcher.clients.json_text import parse_json
 from paceline.launcher.clients.server import refusal, unreachable
+from paceline.launcher.json_text import parse_json
 
 OWN_FIELDS = ("messages", "model", "stream", "stream_options", "n")
 """Fields of a request that are not for /set."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paceline.launcher.clients.json_text import parse_json
+from paceline.launcher.json_text import parse_json
 
 DONE = b"[DONE]"
 """The event that ends a stream."""

@@ -16,7 +16,7 @@ from typing import Any
 import httptools
 
 from paceline.launcher.clients.address import Address
-from paceline.launcher.clients.json_text import parse_json
+from paceline.launcher.json_text import parse_json
 
 _WRONG_HOST = (62, 64)
 """Of OpenSSL's verify codes: the certificate is for another name, or for another address (x509_vfy.h)."""

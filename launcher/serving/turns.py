@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.launcher.json_text import parse_json
 from paceline.launcher.serving.errors import bad_request
 from paceline.launcher.serving.schemas import Message
 from paceline.launcher.serving.tool_schemas import FunctionDefinition, ToolCall
@@ -74,8 +74,8 @@ def _call(call: ToolCall) -> dict[str, Any]:
     """A call with its arguments as an object, as templates want them; what is no object stays the text it is."""
     arguments: Any = call.function.arguments
     try:
-        parsed = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):  # a model's JSON may be broken, and it is to see what it said
+        parsed = parse_json(arguments or "{}")
+    except ValueError:  # a model's JSON may be broken, and it is to see what it said
         parsed = None
     if isinstance(parsed, dict):
         arguments = parsed

@@ -346,6 +346,13 @@ def test_damaged_files_are_named_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_a_damaged_tokenizer_config_is_told_before_weights_are_read(default_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to(default_model / "config.json")
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(InputError, match=r"tokenizer_config\.json must hold a JSON object, not \[\]$"):
+        LLM(str(tmp_path), device="cpu")  # which has no weights
+
+
 @pytest.mark.parametrize("prompts", [None, 3])
 def test_what_is_no_prompt_is_refused(prompts: Any, llm: LLM) -> None:
     with pytest.raises(InputError, match="prompts must be a text"):

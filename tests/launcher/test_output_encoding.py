@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tiny_configs import LLAMA
+
 
 def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
     folder = tmp_path / "modèle ☃"
     folder.mkdir()
-    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
-    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "num_attention_heads": 4, **sizes}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(LLAMA))
     command = [sys.executable, "-m", "paceline.launcher", "verify", str(folder), "--config-only", "--tp", "1"]
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "latin-1"}
     result = subprocess.run(command, capture_output=True, env=environment, timeout=120)

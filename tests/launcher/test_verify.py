@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 
 from paceline.coordinator.errors import InputError
@@ -163,21 +164,8 @@ def test_a_fault_of_the_checkpoint_is_one_line(tiny: Callable[..., Any], tmp_pat
     assert result.stdout == ""
 
 
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "torch_dtype": "bfloat16",
-}
-
-
 def test_the_plan_needs_no_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    models.write_folder("qwen3-8b", tmp_path)
     found = report(verify(str(tmp_path), "--config-only", "--tp", "1,2", "--json"))
     assert found["verified"] is False
     one, two = found["results"]
@@ -198,7 +186,7 @@ def under_torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_plan_under_torchrun_needs_no_weights_and_is_shown_once(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    models.write_folder("qwen3-8b", tmp_path)
     found = report(under_torchrun(str(tmp_path), "--config-only", "--tp", "1,4", "--json"))
     assert [(result["tp"], result["kv_bytes_per_token"]) for result in found["results"]] == [(1, 147_456), (4, 36_864)]
 

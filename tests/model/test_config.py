@@ -8,27 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_configs import LLAMA, LLAMA3
 
 from paceline.model.config import ModelConfig
 from paceline.model.errors import ModelConfigError
 from paceline.model.rope_config import RopeConfig
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def parse(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:

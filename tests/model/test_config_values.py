@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_configs import LLAMA, LLAMA3
 
 from paceline.model.config import MAX_LAYERS, ModelConfig
 from paceline.model.errors import ModelConfigError
@@ -21,22 +22,6 @@ from paceline.model.json_fields import MAX_SIZE
 from paceline.model.rope import inverse_frequencies, longest_context
 from paceline.model.shard_table import plan_model
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,

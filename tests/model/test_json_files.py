@@ -8,20 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_configs import LLAMA
 
 from paceline.model.config import ModelConfig
 from paceline.model.errors import ModelConfigError
 from paceline.model.json_fields import MOST_NESTING, read_json_object
 from paceline.model.quantization import QUANTIZATION_FILES
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 256,
-}
 FILES = ("config.json", "generation_config.json", *QUANTIZATION_FILES)
 
 

@@ -7,19 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_configs import LLAMA
 
 from paceline.model.config import ModelConfig
 from paceline.model.errors import ModelConfigError
 from paceline.model.quantization import QUANTIZATION_FILES
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 256,
-}
 NAMELESS: tuple[Any, ...] = (False, True, 0, 8, 1.5, "", [], ["x"], [["x"]], {}, {"a": [{}]})
 """What names no method."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_configs import LLAMA, LLAMA3
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -13,20 +14,6 @@ from paceline.model.config import ModelConfig
 from paceline.model.errors import ModelConfigError
 from paceline.model.rope import check_max_model_len, cos_sin_table, inverse_frequencies, longest_context
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "vocab_size": 32,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 ROPES = {
     "default": {"rope_type": "default"},
@@ -41,9 +28,9 @@ ROPES = {
 
 
 def both_configs(rope: dict[str, Any], max_positions: int, theta: float = 500000.0) -> tuple[ModelConfig, LlamaConfig]:
-    fields = SHAPE | {"max_position_embeddings": max_positions, "rope_parameters": rope | {"rope_theta": theta}}
-    theirs = LlamaConfig(**fields)
-    return ModelConfig.from_dict(fields | {"architectures": ["LlamaForCausalLM"]}), theirs
+    rope = rope | {"rope_theta": theta}
+    fields = LLAMA | {"hidden_size": 256, "max_position_embeddings": max_positions, "rope_parameters": rope}
+    return ModelConfig.from_dict(fields), LlamaConfig(**fields)
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_configs import LLAMA
 
 from paceline.model.config import ModelConfig
 from paceline.model.errors import ModelConfigError
@@ -12,18 +13,8 @@ from paceline.model.shard_plan import ShardPlan, Span
 
 
 def model_config(kv_heads: int, group: int, mlp: int, vocab: int) -> ModelConfig:
-    return ModelConfig.from_dict(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 64,
-            "head_dim": 16,
-            "intermediate_size": mlp,
-            "num_hidden_layers": 1,
-            "num_attention_heads": kv_heads * group,
-            "num_key_value_heads": kv_heads,
-            "vocab_size": vocab,
-        }
-    )
+    heads = {"num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads, "head_dim": 16}
+    return ModelConfig.from_dict(LLAMA | heads | {"intermediate_size": mlp, "vocab_size": vocab})
 
 
 plans = st.builds(

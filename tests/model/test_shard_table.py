@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import MODELS
 
 from paceline.model.config import ModelConfig
 from paceline.model.shard_table import ModelPlan, plan_model
 
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
+QWEN3_8B = MODELS["qwen3-8b"]
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 576,

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import torch
 import triton
+from models import MODELS
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -28,18 +29,7 @@ from paceline.worker.tuning_cache import Choice
 from paceline.worker.worker import Worker
 
 GPU = torch.device("cuda", 0)
-HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-MODEL = HEADS | {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-}
+MODEL = MODELS["qwen3-0.6b"] | {"num_hidden_layers": 3, "max_position_embeddings": 4096, "eos_token_id": None}
 
 
 def prompts_of(worker: Worker) -> StepShape:

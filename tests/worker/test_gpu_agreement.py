@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import models
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,47 +20,6 @@ from paceline.model.context import StepContext
 from paceline.model.staging import StagingMemory
 from paceline.model.weights import load_model
 
-QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "rope_theta": 1000000.0,
-    "torch_dtype": "bfloat16",
-}
-LLAMA_32_1B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "torch_dtype": "bfloat16",
-}
 MARGIN = 0.15
 """Most that a logit moves between bfloat16 and float32 here; logits have a standard deviation of about 1."""
 
@@ -105,7 +65,7 @@ print(json.dumps([[answer.token_ids for answer in each] for each in (plain, bias
 
 
 PROMPTS = [[random.Random(length).randrange(10, 100000) for _ in range(length)] for length in (5, 64, 300, 17)]
-MODELS = pytest.mark.parametrize("config", [QWEN3_06B, LLAMA_32_1B], ids=["qwen3-0.6b", "llama3.2-1b"])
+BOTH_MODELS = pytest.mark.parametrize("model", ["qwen3-0.6b", "llama3.2-1b"])
 
 
 def generate(folder: Path, load_format: str, size: int) -> tuple[list[list[list[int]]], list[list[float]]]:
@@ -129,9 +89,9 @@ def assert_taken(answer: Sequence[int], logits: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu2)])
-@MODELS
-def test_greedy_decoding_agrees_with_the_cpu(config: dict[str, object], size: int, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+@BOTH_MODELS
+def test_greedy_decoding_agrees_with_the_cpu(model: str, size: int, tmp_path: Path) -> None:
+    models.write_folder(model, tmp_path)
     runs, logprobs = generate(tmp_path, "dummy", size)
     for answers in runs:
         reported = answers is runs[-1]
@@ -143,9 +103,9 @@ def test_greedy_decoding_agrees_with_the_cpu(config: dict[str, object], size: in
 
 
 @pytest.mark.gpu
-@MODELS
-def test_greedy_decoding_of_a_checkpoint_agrees_with_transformers(config: dict[str, object], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+@BOTH_MODELS
+def test_greedy_decoding_of_a_checkpoint_agrees_with_transformers(model: str, tmp_path: Path) -> None:
+    models.write_folder(model, tmp_path)
     torch.manual_seed(0)
     with torch.device("cuda"):
         reference = AutoModelForCausalLM.from_config(

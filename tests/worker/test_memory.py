@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_configs import LLAMA
 
 from paceline.coordinator.config import EngineConfig
 from paceline.coordinator.errors import InputError
@@ -61,9 +62,8 @@ def test_a_share_of_a_gpu_is_of_all_that_a_process_holds(others: int, share: flo
 
 
 def test_a_context_whose_angles_do_not_fit_is_refused_before_they_are_made(tmp_path: Path) -> None:
-    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 2**20, "max_position_embeddings": 2**24}
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes, **heads}))
+    far = {"head_dim": 2**20, "max_position_embeddings": 2**24}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | far))
     config = EngineConfig(model=str(tmp_path), device="cpu", load_format="dummy")
     # Table, angles, cosines and sines, 4 bytes each.
     with pytest.raises(InputError, match=r"max_model_len 16777216 takes 163840\.0 GiB of host memory .*; set a lower"):

@@ -1,4 +1,4 @@
-"""JSON that others have written: files of requests, answers of servers, what a person typed."""
+"""JSON that others have written: people, clients, servers, models."""
 
 from __future__ import annotations
 

@@ -1,8 +1,0 @@
-"""Benchmarks are scripts beside their helpers, not a package: their folder joins the path, last."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
