@@ -10,6 +10,7 @@ from pathlib import Path
 
 import azure_replay
 import pytest
+from tiny_configs import QWEN3
 
 from paceline.launcher.default_model import default_model_path
 from paceline.launcher.detokenizer import Detokenizer
@@ -17,19 +18,7 @@ from paceline.launcher.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "tests" / "launcher" / "bench" / "traces" / "azure_conv_head.csv"
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 50000,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-}
+CONFIG = QWEN3 | {"vocab_size": 50000}
 
 
 @pytest.fixture

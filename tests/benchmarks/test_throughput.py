@@ -8,20 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tiny_configs import QWEN3
+
 ROOT = Path(__file__).parents[2]
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 2048,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-}
+CONFIG = QWEN3 | {"vocab_size": 2048}
 
 
 def run(folder: Path, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
@@ -53,11 +43,11 @@ def test_it_prints_what_the_peers_files_have(tmp_path: Path) -> None:
 
 
 def test_two_ranks_print_once(tmp_path: Path) -> None:
-    result = run(tmp_path / "tiny", "--only", "W3b", ranks=2)
+    result = run(tmp_path / "tiny", "--only", "W3b", "--temperature", "0.6", "--top-p", "0.9", "--top-k", "9", ranks=2)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("W3b_ttft_1024_ms") == 1
     found = figures(result.stdout)
-    assert found["tp"] == "2"
+    assert (found["tp"], found["temperature"], found["top_p"], found["top_k"]) == ("2", "0.600", "0.900", "9")
     assert not any(name.startswith(("W1", "W2", "W4")) for name in found)
 
 

@@ -1,4 +1,4 @@
-"""The config.json of a tiny Llama, and the rope scaling of a real one, for tests to use as they are or with changes."""
+"""The config.json of tiny models, and the rope scaling of a real one, for tests to use as they are or with changes."""
 
 from __future__ import annotations
 
@@ -16,4 +16,13 @@ SIZES = {
 }
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **SIZES}
 """Nothing but what a config must say, and the KV heads."""
+QWEN3: dict[str, Any] = SIZES | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
+"""Enough for an engine to start."""
 LLAMA3: dict[str, Any] = MODELS["llama3.2-1b"]["rope_scaling"]
