@@ -152,7 +152,11 @@ class _ThreadRank:
     def _exchange(self, tensor: torch.Tensor, combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
         self._board[self.rank] = tensor
         self._barrier.wait()
-        result = combine([part for part in self._board if part is not None])
+        parts = [part for part in self._board if part is not None]
+        if any((part.dtype, part.shape) != (tensor.dtype, tensor.shape) for part in parts):
+            # Real ranks would abort, wait for ever, or read each other's bits as what they are not.
+            raise CollectiveError(f"ranks meet with {[(part.dtype, tuple(part.shape)) for part in parts]}")
+        result = combine(parts)
         self._barrier.wait()  # nobody may overwrite the board, or the tensor on it, before all have read
         return result
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum
 
 import torch
 
@@ -29,7 +29,7 @@ from paceline.worker.token_masks import mask_logits
 from paceline.worker.upload import float_bits, upload_ints
 
 
-class Asked(IntEnum):
+class Asked(Enum):
     """The most that a row of a step asks for."""
 
     DRAW = 0
@@ -82,6 +82,8 @@ class _Entries:
 class _RuledRows:
     """Which of a step's rows ask for what; kept while the rows stay the same."""
 
+    adjusted: bool
+    """Whether a row asks for penalties, bias or held-back ids, be their columns of this rank or of another."""
     penalised: _Group
     biases: _Entries
     """float32 values to add."""
@@ -230,6 +232,10 @@ class Sampler:
             _Group(group, index.long(), slots[index.long()]) for group, index in zip(groups, indices, strict=True)
         )
         return _RuledRows(
+            adjusted=any(
+                rule.has_penalty or rule.logit_bias or self._holds_back(slot, rule)
+                for slot, rule in zip(rows.rows.slots, rules, strict=True)
+            ),
             penalised=penalised,
             biases=_Entries(bias_rows.long(), bias_columns.long(), bias_bits.view(torch.float32)),
             held_back=_Entries(held_rows.long(), held_columns.long(), held_until),
@@ -251,9 +257,9 @@ class Sampler:
         return [(i, column) for i, column in columns if 0 <= column < self._vocab.length]
 
     def _adjust(self, logits: torch.Tensor, rows: HostRows, ruled: _RuledRows) -> torch.Tensor:
-        """Apply penalties, bias and held-back ids to the rows that have them."""
+        """Apply penalties, bias and held-back ids to the rows that have them; if any has, all ranks have float32."""
         penalised, biases, held_back = ruled.penalised, ruled.biases, ruled.held_back
-        if not (penalised.rows or biases.rows.numel() or held_back.rows.numel()):
+        if not ruled.adjusted:
             return logits
         logits = logits.float()
         if penalised.rows:

@@ -101,6 +101,14 @@ def test_every_rank_chooses_what_one_rank_alone_chooses(mixed: tuple[torch.Tenso
         assert token_ids == alone
 
 
+@pytest.mark.parametrize("rules", [{"logit_bias": ((3, 1.0),)}, {"min_tokens": 4, "stop_ids": (3,)}])
+def test_ranks_gather_logits_of_one_type_where_a_rule_is_of_one_rank_alone(rules: dict[str, object]) -> None:
+    logits = torch.randn(1, VOCAB, dtype=torch.bfloat16)
+    rows: list[Row] = [([5, 6], 2, RowSampling(temperature=1.0, seed=1, top_p=0.9, **rules))]  # type: ignore[arg-type]
+    chosen = run_simulated_ranks(3, lambda comm: sample_on(comm, logits, rows)[0])
+    assert chosen == [sample(logits, rows)] * 3
+
+
 def test_a_row_does_not_depend_on_its_neighbours(mixed: tuple[torch.Tensor, list[Row]]) -> None:
     logits, rows = mixed
     together = sample(logits, rows)
