@@ -245,7 +245,7 @@ class Sampler:
         )
 
     def _holds_back(self, slot: int, rule: RowSampling) -> bool:
-        return self._state.host_known[slot] < self._held_until(slot, rule)
+        return bool(rule.stop_ids) and self._state.host_known[slot] < self._held_until(slot, rule)
 
     def _held_until(self, slot: int, rule: RowSampling) -> int:
         """How many tokens the slot must know before its stop ids may be chosen; no answer outgrows the token table."""

@@ -354,6 +354,7 @@ WARM, NUCLEUS = RowSampling(temperature=1.0, seed=1), RowSampling(temperature=1.
     [
         ([greedy(), WARM], Asked.DRAW),
         ([greedy(top_p=0.9, top_k=3, min_p=0.1)], Asked.DRAW),
+        ([greedy(min_tokens=5)], Asked.DRAW),
         ([NUCLEUS, greedy()], Asked.FILTERS),
         ([NUCLEUS, greedy(logit_bias=((3, 1.0),))], Asked.RULES),
         ([greedy(min_tokens=5, stop_ids=(3,)), NUCLEUS], Asked.RULES),
