@@ -9,7 +9,7 @@ from paceline.coordinator.errors import InputError
 from paceline.launcher.default_model import MODEL_NAME, default_model_path
 
 WANTED_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-"""Weights, configs, tokenizers and chat templates. Never pickled weights (*.bin, *.pt)."""
+"""Weights, configs, tokenizers and chat templates. Never pickled weights (*.bin, *.pt), and never code (*.py)."""
 CONFIG_FILES = ["config.json", "generation_config.json"]
 UNWANTED_FILES = ["*/*", "consolidated*.safetensors"]
 """Copies of the weights in other formats, which some repositories keep beside or in folders of their own."""

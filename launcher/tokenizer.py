@@ -41,6 +41,7 @@ class Tokenizer:
                     folder,
                     config=_model_config(folder),
                     local_files_only=True,
+                    trust_remote_code=False,  # unset, transformers asks at the terminal whether to run a folder's code
                     clean_up_tokenization_spaces=False,
                     model_max_length=sys.maxsize,  # how long prompts may be is said by the engine, in words of its own
                 )
@@ -48,6 +49,8 @@ class Tokenizer:
                 raise
             except Exception as error:  # transformers looks into the files without checking them first
                 words = " ".join(f"{type(error).__name__}: {error}".split())
+                if "trust_remote_code" in words:
+                    words = "it is code of its own, which is never run; it has to be one that transformers has"
                 raise InputError(f"the tokenizer in {folder} cannot be read: {words}") from error
             self._encoder = Encoder(self.backend)
             self._control = ControlTokens(self.backend)

@@ -156,7 +156,7 @@ def _local_encoder(name: str) -> Encode:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"--tokenizer {name} cannot be loaded: {reason}") from error

@@ -6,12 +6,15 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from paceline.coordinator.errors import InputError
+from paceline.launcher.bench.target import _local_encoder
 from paceline.launcher.tokenizer import Tokenizer
 
 
@@ -68,3 +71,26 @@ def test_a_file_that_cannot_be_read_is_named(
     with pytest.raises(InputError) as error:
         Tokenizer(tmp_path)
     assert str(error.value) == f"{tmp_path / name} {message}"
+
+
+@pytest.mark.parametrize("read", [Tokenizer, _local_encoder])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "config.json"])
+def test_code_in_a_folder_is_never_run(
+    name: str,
+    read: Callable[[Path], object],
+    default_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not even if whoever sits at the terminal would say yes."""
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    monkeypatch.setenv("RAN", str(tmp_path / "ran"))
+    (tmp_path / "code.py").write_text("import os, pathlib\npathlib.Path(os.environ['RAN']).touch()\n")
+    shutil.copy(default_model / "tokenizer.json", tmp_path)
+    own = {"AutoTokenizer": ["code.Own", "code.Own"]} if name == "tokenizer_config.json" else {"AutoConfig": "code.Own"}
+    (tmp_path / "config.json").write_text('{"model_type": "unheard of"}')
+    (tmp_path / name).write_text(json.dumps({"model_type": "unheard of", "auto_map": own}))
+    # A config of its own is passed over, a tokenizer of its own cannot be.
+    with pytest.raises(InputError) if name == "tokenizer_config.json" else nullcontext():
+        read(tmp_path)
+    assert not (tmp_path / "ran").exists()
