@@ -6,10 +6,11 @@ The rule follows measurements on one H200 at 2 to 256 rows of Qwen3-0.6B's, Qwen
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 MIN_ROWS = 2
-BUCKETS = (8, 16, 32, 64, 128, 256)
+BUCKETS = (8, 16, 32, 64, 128, 192, 256)
 """Numbers of rows that products are cut for."""
 WEIGHT_ROWS = 64
 """Rows of the weight that a group of warps takes, half of them gate's and half up's where there is an activation."""
@@ -63,9 +64,10 @@ class Cut:
         return 128 if 2 * self.shared_bytes <= _RING_BYTES else None
 
 
-def bucket_of(num_rows: int) -> int:
-    """The bucket of so many rows, a power of two; past the last of BUCKETS nothing is streamed."""
-    return max(BUCKETS[0], 1 << (num_rows - 1).bit_length())
+def bucket_of(num_rows: int) -> int | None:
+    """The bucket of so many rows; None past the last of BUCKETS, where nothing is streamed."""
+    index = bisect.bisect_left(BUCKETS, num_rows)
+    return BUCKETS[index] if index < len(BUCKETS) else None
 
 
 def num_tiles(num_columns: int, gated: bool, groups: int = 1) -> int:
@@ -110,12 +112,14 @@ def _rows_of_tile(tiles: int, bucket: int, processors: int) -> int:
     """
 
     def programs(rows: int) -> int:
-        return tiles * (bucket // rows)
+        return tiles * -(-bucket // rows)
 
     if bucket <= _FEW_ROWS:
         return bucket
     if programs(_SOME_ROWS) > processors:
-        return min(bucket, _MANY_ROWS)
+        # Tiles of 128 rows that are not full are the better ones only where all of them are at work at once.
+        full = bucket % _MANY_ROWS == 0
+        return _MANY_ROWS if full or programs(_MANY_ROWS) <= processors else _SOME_ROWS
     least = _LEAST_SPREAD * processors
     if programs(_SOME_ROWS) >= least:
         return _SOME_ROWS

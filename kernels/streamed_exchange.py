@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from paceline.kernels.gluon_names import wait_for_each_other
+from paceline.kernels.streamed_rows import rows_of
 
 _ABSENT = gl.constexpr(-1)
 """Bits of a NaN that is not the one that arithmetic makes."""
@@ -19,7 +20,12 @@ _NAN = gl.constexpr(0x7FFFFFFF)
 
 @gluon.jit
 def exchange_sums(
-    values: gl.tuple, area_ptr: gl.tensor, piece: gl.tensor, num_rows: gl.tensor, PIECES: gl.constexpr
+    values: gl.tuple,
+    area_ptr: gl.tensor,
+    piece: gl.tensor,
+    num_rows: gl.tensor,
+    second_half: gl.tensor,
+    PIECES: gl.constexpr,
 ) -> gl.tuple:
     """Give away a piece's sums, one tensor [rows, columns] or two, and return those of all pieces for its share.
 
@@ -32,11 +38,12 @@ def exchange_sums(
     layout: gl.constexpr = values[0].type.layout
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    real = rows_of(rows, second_half, ROWS) < num_rows
     given_ptr = area_ptr + piece * (ROWS * WIDTH) + rows[:, None] * WIDTH + columns[None, :]
     for part in gl.static_range(len(values)):
         bits = values[part].to(gl.int32, bitcast=True)
         bits = gl.where(bits == _ABSENT, _NAN, bits)
-        gl.store(given_ptr + part * COLUMNS, bits, mask=(rows < num_rows)[:, None])
+        gl.store(given_ptr + part * COLUMNS, bits, mask=real[:, None])
 
     SHARE: gl.constexpr = ROWS // PIECES
     THREADS: gl.constexpr = 32 * gl.num_warps()
@@ -48,7 +55,7 @@ def exchange_sums(
     )
     rows = piece * SHARE + gl.arange(0, SHARE, layout=gl.SliceLayout(1, share_layout))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, share_layout))
-    real = (rows < num_rows)[:, None] & (columns >= 0)[None, :]
+    real = (rows_of(rows, second_half, ROWS) < num_rows)[:, None] & (columns >= 0)[None, :]
     own_ptr = area_ptr + rows[:, None] * WIDTH + columns[None, :]
     first = gl.zeros([SHARE, COLUMNS], gl.float32, layout=share_layout)
     second = gl.zeros([SHARE, COLUMNS], gl.float32, layout=share_layout)

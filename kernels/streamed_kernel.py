@@ -22,6 +22,7 @@ from paceline.kernels.gluon_names import reinterpret, start_copy
 from paceline.kernels.stream_cut import WEIGHT_ROWS
 from paceline.kernels.streamed_exchange import exchange_sums
 from paceline.kernels.streamed_results import TURN, store_results, unfold
+from paceline.kernels.streamed_rows import first_row_of, half_of
 
 _WEIGHT_ROWS = gl.constexpr(WEIGHT_ROWS)
 _TURNS = gl.constexpr(WEIGHT_ROWS // (2 * TURN.value))
@@ -66,12 +67,14 @@ def _load(
     The weights of the first round are asked for before the kernel before has ended, which x may come from.
     """
     tiles, xs, full, empty = ring
-    piece_len, num_items = sizes
+    piece_len, num_items, first_row = sizes
     STAGES: gl.constexpr = xs.shape[0]
     ROWS: gl.constexpr = xs.shape[1]
     INNER: gl.constexpr = xs.shape[2]
     NUM_BYTES: gl.constexpr = (GROUPS * _WEIGHT_ROWS + ROWS) * INNER * 2
-    first_row = gl.program_id(0) * ROWS
+    HALF: gl.constexpr = half_of(ROWS)
+    HALVES: gl.constexpr = [ROWS // HALF, HALF, INNER]
+    LAYOUT: gl.constexpr = x.layout
     item = gl.program_id(1)
     step = gl.to_tensor(0)
     for stage in gl.static_range(STAGES):
@@ -91,7 +94,8 @@ def _load(
             if done >= STAGES:
                 mbarrier.wait(empty.index(at), (done // STAGES - 1) & 1)
                 _start_weights(weight, tiles, full, at, current // PIECES, step, True, NUM_BYTES, GROUPS)
-            start_copy(x, [first_row, step * INNER], full.index(at), xs.index(at))
+            halves = reinterpret(xs.index(at), HALVES, LAYOUT)
+            start_copy(x, [0, first_row, step * INNER], full.index(at), halves)
             done += 1
 
 
@@ -109,13 +113,12 @@ def _multiply(
 ) -> None:
     """The part of a group of warps, of this index: its columns of every item of the program."""
     tiles, xs, full, empty = ring
-    piece_len, num_items = sizes
-    bias_ptr, exchange_ptr, out_ptr, num_rows, num_columns = results
+    piece_len, num_items, first_row = sizes
+    bias_ptr, exchange_ptr, out_ptr, num_rows, num_columns, second_half = results
     STAGES: gl.constexpr = xs.shape[0]
     ROWS: gl.constexpr = xs.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     done = gl.to_tensor(0)
-    first_row = gl.program_id(0) * ROWS
     num_rows -= first_row
     out_ptr += first_row.to(gl.int64) * num_columns
     for current in range(gl.program_id(1), num_items, gl.num_programs(1)):
@@ -131,16 +134,16 @@ def _multiply(
         mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES))
         values = unfold(sums, GATED)
         tile = current // PIECES * GROUPS + INDEX
-        row = 0
+        place = 0
         if PIECES > 1:
             piece = current % PIECES
             area_ptr = exchange_ptr + tile * (PIECES * ROWS * _WEIGHT_ROWS)
-            values = exchange_sums(values, area_ptr, piece, num_rows, PIECES)
-            row = piece * (ROWS // PIECES)
-        store_results(values, bias_ptr, out_ptr, row, tile * COLUMNS, num_rows, num_columns, BIAS)
+            values = exchange_sums(values, area_ptr, piece, num_rows, second_half, PIECES)
+            place = piece * (ROWS // PIECES)
+        store_results(values, bias_ptr, out_ptr, place, tile * COLUMNS, num_rows, num_columns, second_half, ROWS, BIAS)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "piece_len", "num_items"])
+@gluon.jit(do_not_specialize=["num_rows", "second_half", "piece_len", "num_items"])
 def streamed_kernel(
     weight: tma.tensor_descriptor,
     x: tma.tensor_descriptor,
@@ -149,6 +152,7 @@ def streamed_kernel(
     out_ptr: gl.tensor,
     num_rows: gl.tensor,
     num_columns: gl.tensor,
+    second_half: gl.tensor,
     piece_len: gl.tensor,
     num_items: gl.tensor,
     ROWS: gl.constexpr,
@@ -176,8 +180,8 @@ def streamed_kernel(
         mbarrier.init(empty.index(stage), count=GROUPS)
     fence_async_shared()
     ring = (tiles, xs, full, empty)
-    sizes = (piece_len, num_items)
-    results = (bias_ptr, exchange_ptr, out_ptr, num_rows, num_columns)
+    sizes = (piece_len, num_items, first_row_of(gl.program_id(0), num_rows, ROWS))
+    results = (bias_ptr, exchange_ptr, out_ptr, num_rows, num_columns, second_half)
     if GROUPS == 1:
         gl.warp_specialize(
             [

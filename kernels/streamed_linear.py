@@ -31,6 +31,7 @@ from paceline.kernels.stream_cut import (
 )
 from paceline.kernels.streamed_kernel import streamed_kernel
 from paceline.kernels.streamed_results import TURN
+from paceline.kernels.streamed_rows import describe_rows
 from paceline.kernels.tensor_descriptors import TensorDescriptor, describe
 
 
@@ -71,7 +72,8 @@ def stream_of(x: torch.Tensor, streams: Streams) -> Stream | None:
     """The stream for x [T, K]; None where the product is not streamed."""
     if not x.is_cuda or x.shape[0] < MIN_ROWS:
         return None
-    return streams.get(bucket_of(x.shape[0]))
+    bucket = bucket_of(x.shape[0])
+    return None if bucket is None else streams.get(bucket)
 
 
 def streamed_linear(
@@ -87,17 +89,19 @@ def streamed_linear(
     cut = stream.cut
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     row_tiles = -(-num_rows // cut.rows)
+    described, second_half = describe_rows(x, cut.rows, cut.inner)
     items = num_tiles(num_columns, gated, cut.groups) * cut.pieces
     launch(
         streamed_kernel,
         (row_tiles, min(items, num_processors(x.device) // row_tiles)),
         _describe_weight(weight, cut, gated),
-        describe(x, (num_rows, size), (size, 1), (cut.rows, cut.inner)),
+        described,
         x if bias is None else bias,
         stream.exchange,
         out,
         num_rows,
         num_columns,
+        second_half,
         -(-size // (cut.inner * cut.pieces)),
         items,
         cut.rows,

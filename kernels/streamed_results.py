@@ -10,6 +10,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from paceline.kernels.streamed_rows import rows_of
+
 TURN = gl.constexpr(8)
 """Rows of the weight that lie together in shared memory: of even columns or of odd ones, of gate or of up."""
 
@@ -49,15 +51,18 @@ def store_results(
     values: gl.tuple,
     bias_ptr: gl.tensor,
     out_ptr: gl.tensor,
-    row: gl.tensor,
+    place: gl.tensor,
     column: gl.tensor,
     num_rows: gl.tensor,
     num_columns: gl.tensor,
+    second_half: gl.tensor,
+    ROWS: gl.constexpr,
     BIAS: gl.constexpr,
 ) -> None:
-    """Store sums, of gate and up silu(gate) * up, of which the first is at this row and column of out."""
+    """Store sums, of gate and up silu(gate) * up, of which the first is at this place of a tile and column of out."""
     result = values[0]
-    rows = row + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, result.type.layout))
+    places = place + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, result.type.layout))
+    rows = rows_of(places, second_half, ROWS)
     columns = column + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, result.type.layout))
     if len(values) == 2:
         result = result / (1 + gl.exp(-result)) * values[1]

@@ -32,8 +32,8 @@ class GraphShapes:
         self._rows = row_sizes(max_rows)
         self._tokens = token_sizes(min(max_tokens, MAX_TOKENS))
         most = self._rows[-1]
-        # Few sizes for steps with prompts, since there is one graph for each pair.
-        self._rows_with_prompts = sorted({1, min(16, most), most})
+        # Few sizes for steps with prompts, since there is one graph for each pair, and rows of no tokens cost little.
+        self._rows_with_prompts = sorted({min(16, most), most})
 
     def round(self, shape: StepShape) -> StepShape | None:
         """The smallest shape that holds a step; None where it is too large, or large and not nearly full."""
@@ -69,7 +69,7 @@ class GraphShapes:
     def _is_typical(self, shape: StepShape) -> bool:
         power_of_two = shape.num_tokens.bit_count() == 1
         if shape.has_prefills:
-            return power_of_two and shape.num_rows == 1
+            return power_of_two and shape.num_rows == self._rows_with_prompts[0]
         return power_of_two or shape.num_rows == self._rows[-1]
 
 
@@ -141,9 +141,12 @@ def row_sizes(max_rows: int) -> list[int]:
 
 
 def token_sizes(max_tokens: int) -> list[int]:
-    """Numbers of tokens of steps with prompts that have graphs, ascending: at most a third is padding."""
-    sizes = [size for power in range(4, max_tokens.bit_length()) for size in (1 << power, 3 << (power - 1))]
-    return [*(size for size in sorted(sizes) if size < max_tokens), max_tokens]
+    """Numbers of tokens of steps with prompts that have graphs, ascending: at most a third is padding, or a fifth."""
+    sizes: list[int] = []
+    for power in range(4, max_tokens.bit_length()):
+        size = 1 << power
+        sizes += [size, size * 3 // 2] if size < SMALL_TOKENS else [size, size * 5 // 4, size * 3 // 2, size * 7 // 4]
+    return [*(size for size in sizes if size < max_tokens), max_tokens]
 
 
 def _at_least(sizes: list[int], wanted: int) -> int | None:

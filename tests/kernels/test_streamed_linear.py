@@ -48,7 +48,7 @@ def test_every_bucket(
     cuts = cuts_of(weight, gated=gated)
     assert list(cuts) == list(BUCKETS)
     for bucket, cut in cuts.items():
-        for num_rows in (1, bucket // 2 + 3, bucket):
+        for num_rows in (1, bucket // 2 + 3, bucket - 1, bucket):
             x = torch.randn(num_rows, size, device=hopper).to(dtype)
             out = streamed_linear(x, weight, Stream(cut, exchange), bias=bias, gated=gated)
             assert out.dtype == dtype
@@ -105,7 +105,7 @@ def test_rows_take_their_bucket_s_stream_before_any_other_way(hopper: torch.devi
     streams = {bucket: Stream(cut, exchange) for bucket, cut in cuts_of(weight).items()}
     gated = {bucket: Stream(cut, exchange) for bucket, cut in cuts_of(weight, gated=True).items()}
     norm = (None, norm_weight, 1e-6, weight)
-    for num_rows, bucket in ((1, None), (2, 8), (8, 8), (9, 16), (100, 128), (129, 256), (257, None), (300, None)):
+    for num_rows, bucket in ((1, None), (2, 8), (8, 8), (9, 16), (100, 128), (129, 192), (193, 256), (257, None)):
         x = torch.randn(num_rows, 256, device=hopper).to(torch.bfloat16)
         stream = None if bucket is None else streams[bucket]
         assert stream_of(x, streams) is stream
