@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.kernels.gumbel_noise import gumbel_noise, log2_exponential_triton, row_key_triton
-from paceline.kernels.launch import dependent_launch, launch
+from paceline.kernels.launch import launch
 
 _MAX_TOKEN_ID = 2**31 - 1
 _NO_TOKEN_KEY = -(2**63)
@@ -124,7 +123,6 @@ def gumbel_argmax_triton(
     tiles = triton.cdiv(blocks, steps)
     winners = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     partial_keys = torch.empty((num_rows, tiles), dtype=torch.int64, device=logits.device)
-    pdl = dependent_launch(logits.device)
     launch(
         _gumbel_argmax_kernel,
         (num_rows, tiles),
@@ -145,9 +143,7 @@ def gumbel_argmax_triton(
         TILES=triton.next_power_of_2(tiles),
         TOKEN_IDS=as_token_ids,
         ON_GPU=logits.is_cuda,
-        PDL=pdl,
         num_warps=4,
-        dependent=pdl,
     )
     return winners
 
@@ -171,12 +167,8 @@ def _gumbel_argmax_kernel(
     TILES: tl.constexpr,
     TOKEN_IDS: tl.constexpr,
     ON_GPU: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """STEPS times BLOCK columns of one row; the program that ends last of a row joins what they found."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)

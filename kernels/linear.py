@@ -15,8 +15,19 @@ from paceline.kernels.rms_norm import add_rms_norm, rms_norm
 from paceline.kernels.rotary_and_store import HeadPlaces, rotary_and_store
 from paceline.kernels.silu_and_mul import silu_and_mul
 from paceline.kernels.skinny_linear import is_skinny, skinny_linear
-from paceline.kernels.streamed_linear import NO_STREAMS, Streams, stream_of, streamed_linear
+from paceline.kernels.streamed_linear import (
+    NO_STREAMS,
+    DeferredNorm,
+    Streams,
+    can_add,
+    stream_of,
+    streamed_add_linear,
+    streamed_linear,
+)
 from paceline.kernels.tiled_linear import can_be_gated, heads_tiling, tiled_gated_linear, tiled_heads_linear
+
+Addend = torch.Tensor | DeferredNorm
+"""What a norm has added to its residual; or its sum, with most of the norm computed."""
 
 FEW_ROWS = 16
 """Up to so many rows the CPU library's float32 product of the transposed problem is faster, at 2 rows 3 to 6 times."""
@@ -40,8 +51,30 @@ def linear(
     return functional.linear(x, weight, bias)
 
 
-def norm_linear(
+def add_linear(
     x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    streams: Streams = NO_STREAMS,
+    next_streams: Streams = NO_STREAMS,
+) -> tuple[Addend, torch.Tensor | None]:
+    """Return what a product of the norm of linear(x, weight) + residual takes for its x and residual.
+
+    norm_weight, eps: that norm's. next_streams: what that product is streamed with.
+    The sum and most of its norm are computed here where both products are streamed, and else left to the second.
+    """
+    stream, next_stream = stream_of(x, streams), stream_of(x, next_streams)
+    # In float16 rows may leave the type's range before their scale.
+    if stream is None or next_stream is None or not can_add(stream) or x.dtype != torch.bfloat16:
+        return linear(x, weight, streams=streams), residual
+    return streamed_add_linear(x, weight, stream, residual, norm_weight, eps, next_stream), None
+
+
+def norm_linear(
+    x: Addend,
     residual: torch.Tensor | None,
     norm_weight: torch.Tensor,
     eps: float,
@@ -52,8 +85,11 @@ def norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (linear(norm(x + residual), weight, bias), x + residual); no residual counts as zero.
 
-    x, residual: [T, K], contiguous. norm_weight: [K], of a root-mean-square norm. weight: [N, K]. bias: [N].
+    x, residual: [T, K], contiguous, or as add_linear has them. norm_weight: [K], of a root-mean-square norm.
+    weight: [N, K]. bias: [N].
     """
+    if isinstance(x, DeferredNorm):
+        return streamed_linear(x, weight, x.stream, bias=bias), x.total
     if stream_of(x, streams) is None and is_skinny(x, weight):
         return skinny_linear(x, weight, bias=bias, residual=residual, norm_weight=norm_weight, eps=eps)
     normed, total = _add_norm(x, residual, norm_weight, eps)
@@ -61,7 +97,7 @@ def norm_linear(
 
 
 def norm_gated_linear(
-    x: torch.Tensor,
+    x: Addend,
     residual: torch.Tensor | None,
     norm_weight: torch.Tensor,
     eps: float,
@@ -76,6 +112,8 @@ def norm_gated_linear(
     streams: without bias of the gated product, with bias of the plain one.
     """
     if bias is None:
+        if isinstance(x, DeferredNorm):
+            return streamed_linear(x, weight, x.stream, gated=True), x.total
         stream = stream_of(x, streams)
         if stream is not None:
             normed, total = _add_norm(x, residual, norm_weight, eps)
@@ -90,7 +128,7 @@ def norm_gated_linear(
 
 
 def norm_heads_linear(
-    x: torch.Tensor,
+    x: Addend,
     residual: torch.Tensor | None,
     norm_weight: torch.Tensor,
     eps: float,
@@ -104,10 +142,11 @@ def norm_heads_linear(
 
     weight: [(H + 2 * K) * D, size], rows of queries, then of keys, then of values.
     """
-    tiling = heads_tiling(x, weight, heads)
-    if tiling is not None and stream_of(x, streams) is None:
-        normed, total = _add_norm(x, residual, norm_weight, eps)
-        return tiled_heads_linear(normed, weight, bias, heads, tiling), total
+    if isinstance(x, torch.Tensor) and stream_of(x, streams) is None:
+        tiling = heads_tiling(x, weight, heads)
+        if tiling is not None:
+            normed, total = _add_norm(x, residual, norm_weight, eps)
+            return tiled_heads_linear(normed, weight, bias, heads, tiling), total
     qkv, total = norm_linear(x, residual, norm_weight, eps, weight, bias, streams=streams)
     return rotary_and_store(qkv, heads), total
 

@@ -16,6 +16,17 @@ from paceline.kernels.streamed_rows import rows_of
 _ABSENT = gl.constexpr(-1)
 """Bits of a NaN that is not the one that arithmetic makes."""
 _NAN = gl.constexpr(0x7FFFFFFF)
+_WARPS = 4
+"""In a group."""
+
+
+@gluon.constexpr_function
+def layout_of_share(rows: int, columns: int) -> gl.BlockedLayout:
+    """How the sums [rows, columns] that a group of warps adds up lie in its threads."""
+    vector = min(4, max(1, rows * columns // (32 * _WARPS)))
+    lanes = min(32, columns // vector)
+    warps = min(_WARPS, columns // (vector * lanes))
+    return gl.BlockedLayout([1, vector], [32 // lanes, lanes], [_WARPS // warps, warps], [1, 0])
 
 
 @gluon.jit
@@ -46,13 +57,7 @@ def exchange_sums(
         gl.store(given_ptr + part * COLUMNS, bits, mask=real[:, None])
 
     SHARE: gl.constexpr = ROWS // PIECES
-    THREADS: gl.constexpr = 32 * gl.num_warps()
-    VECTOR: gl.constexpr = min(4, max(1, SHARE * COLUMNS // THREADS))
-    LANES: gl.constexpr = min(32, COLUMNS // VECTOR)
-    WARPS: gl.constexpr = min(gl.num_warps(), COLUMNS // (VECTOR * LANES))
-    share_layout: gl.constexpr = gl.BlockedLayout(
-        [1, VECTOR], [32 // LANES, LANES], [gl.num_warps() // WARPS, WARPS], [1, 0]
-    )
+    share_layout: gl.constexpr = layout_of_share(SHARE, COLUMNS)
     rows = piece * SHARE + gl.arange(0, SHARE, layout=gl.SliceLayout(1, share_layout))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, share_layout))
     real = (rows_of(rows, second_half, ROWS) < num_rows)[:, None] & (columns >= 0)[None, :]

@@ -20,14 +20,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.kernels.gluon_names import reinterpret, start_copy
 from paceline.kernels.stream_cut import WEIGHT_ROWS
-from paceline.kernels.streamed_exchange import exchange_sums
-from paceline.kernels.streamed_results import TURN, store_results, unfold
+from paceline.kernels.streamed_exchange import exchange_sums, layout_of_share
+from paceline.kernels.streamed_norm import add_to_stream, find_scales
+from paceline.kernels.streamed_results import TURN, finish, layout_of_results, places_of, unfold
 from paceline.kernels.streamed_rows import first_row_of, half_of
 
 _WEIGHT_ROWS = gl.constexpr(WEIGHT_ROWS)
 _TURNS = gl.constexpr(WEIGHT_ROWS // (2 * TURN.value))
 _GROUP_REGISTERS = gl.constexpr(152)
-_LOADER_REGISTERS = gl.constexpr(40)
+_LOADER_REGISTERS = gl.constexpr(56)
 
 
 @gluon.jit
@@ -105,6 +106,8 @@ def _multiply(
     ring: gl.tuple,
     sizes: gl.tuple,
     results: gl.tuple,
+    norm: gl.tuple,
+    stream: gl.tuple,
     GROUPS: gl.constexpr,
     COLUMNS: gl.constexpr,
     PIECES: gl.constexpr,
@@ -119,9 +122,32 @@ def _multiply(
     ROWS: gl.constexpr = xs.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     done = gl.to_tensor(0)
-    num_rows -= first_row
-    out_ptr += first_row.to(gl.int64) * num_columns
+    scales, scaled, num_squares = norm
+    residual_ptr, norm_weight_ptr, total_ptr, squares_ptr, adds = stream
+    # Where the result may be added to the residual stream.
+    ADDS: gl.constexpr = GROUPS == 1 and not GATED and not BIAS
+    PLACES: gl.constexpr = ROWS // PIECES
+    RESULTS: gl.constexpr = layout_of_share(PLACES, COLUMNS) if PIECES > 1 else layout_of_results(ROWS, GATED)
+    first_place = first_row.to(gl.int64) * num_columns
+    out_ptr += first_place
+    residual_ptr += first_place
+    total_ptr += first_place
+    if ADDS:
+        gdc_wait()
     for current in range(gl.program_id(1), num_items, gl.num_programs(1)):
+        piece = current % PIECES
+        tile = current // PIECES * GROUPS + INDEX
+        # fmt: off
+        rows, columns = places_of(
+            RESULTS, piece * PLACES, tile * COLUMNS, second_half, PLACES, COLUMNS, ROWS
+        )
+        # fmt: on
+        row_is_real = first_row + rows < num_rows
+        real = row_is_real[:, None] & (columns < num_columns)[None, :]
+        places = rows[:, None] * num_columns + columns[None, :]
+        if ADDS:  # On their way while the products are computed.
+            residual = gl.load(residual_ptr + places, mask=real & (adds > 0), other=0.0)
+            norm_weight = gl.load(norm_weight_ptr + columns, mask=(columns < num_columns) & (adds > 0), other=1.0)
         sums = gl.zeros([_WEIGHT_ROWS, ROWS], gl.float32, layout=layout)
         for step in range(piece_len):
             at = done % STAGES
@@ -132,18 +158,24 @@ def _multiply(
             done += 1
         sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES))
+        if num_squares > 0:
+            mbarrier.wait(scaled, 0)
+            sums = sums * scales.load(gl.SliceLayout(0, layout))[None, :]
         values = unfold(sums, GATED)
-        tile = current // PIECES * GROUPS + INDEX
-        place = 0
         if PIECES > 1:
-            piece = current % PIECES
             area_ptr = exchange_ptr + tile * (PIECES * ROWS * _WEIGHT_ROWS)
-            values = exchange_sums(values, area_ptr, piece, num_rows, second_half, PIECES)
-            place = piece * (ROWS // PIECES)
-        store_results(values, bias_ptr, out_ptr, place, tile * COLUMNS, num_rows, num_columns, second_half, ROWS, BIAS)
+            values = exchange_sums(values, area_ptr, piece, num_rows - first_row, second_half, PIECES)
+        result = finish(values, bias_ptr, columns, num_columns, BIAS)
+        if ADDS:  # noqa: SIM102  Known when this is compiled, unlike the next.
+            if adds > 0:
+                squares = squares_ptr + tile * num_rows + first_row + rows
+                result = add_to_stream(
+                    result, residual, norm_weight, total_ptr + places, squares, real, row_is_real
+                )  # fmt: skip
+        gl.store(out_ptr + places, result.to(out_ptr.dtype.element_ty), mask=real)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "second_half", "piece_len", "num_items"])
+@gluon.jit(do_not_specialize=["num_rows", "second_half", "piece_len", "num_items", "num_squares", "size", "adds"])
 def streamed_kernel(
     weight: tma.tensor_descriptor,
     x: tma.tensor_descriptor,
@@ -155,6 +187,15 @@ def streamed_kernel(
     second_half: gl.tensor,
     piece_len: gl.tensor,
     num_items: gl.tensor,
+    squares_ptr: gl.tensor,
+    num_squares: gl.tensor,
+    size: gl.tensor,
+    eps: gl.tensor,
+    residual_ptr: gl.tensor,
+    norm_weight_ptr: gl.tensor,
+    total_ptr: gl.tensor,
+    new_squares_ptr: gl.tensor,
+    adds: gl.tensor,
     ROWS: gl.constexpr,
     INNER: gl.constexpr,
     STAGES: gl.constexpr,
@@ -166,6 +207,9 @@ def streamed_kernel(
     """An item is a piece, of piece_len steps of INNER, of a tile of GROUPS times COLUMNS; programs take items in turn.
 
     The first dimension of the grid is of tiles of ROWS rows. Of the sizes none makes variants.
+
+    num_squares, of those at squares_ptr: x lacks the scale of a norm of `size` columns, if there are any. adds: results
+    are added to the stream at residual_ptr, if positive, and both are streamed_norm.py's matter.
     """
     gdc_launch_dependents()
     COLUMNS: gl.constexpr = _WEIGHT_ROWS // 2 if GATED else _WEIGHT_ROWS
@@ -178,28 +222,36 @@ def streamed_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=GROUPS)
+    scales = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    scaled = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    mbarrier.init(scaled, count=1)
     fence_async_shared()
     ring = (tiles, xs, full, empty)
     sizes = (piece_len, num_items, first_row_of(gl.program_id(0), num_rows, ROWS))
     results = (bias_ptr, exchange_ptr, out_ptr, num_rows, num_columns, second_half)
+    norm = (scales, scaled, num_squares)
+    squares = (squares_ptr, num_squares, size, eps)
+    stream = (residual_ptr, norm_weight_ptr, total_ptr, new_squares_ptr, adds)
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (0, ring, sizes, results, GROUPS, COLUMNS, PIECES, GATED, BIAS)),
+                (_multiply, (0, ring, sizes, results, norm, stream, GROUPS, COLUMNS, PIECES, GATED, BIAS)),
                 (_load, (weight, x, ring, sizes, GROUPS, PIECES)),
+                (find_scales, (squares, scales, scaled, sizes[2], num_rows, second_half)),
             ],
-            [1],
-            [_LOADER_REGISTERS],
+            [1, 1],
+            [_LOADER_REGISTERS, _LOADER_REGISTERS],
         )
     else:
         gl.static_assert(GROUPS == 3)
         gl.warp_specialize(
             [
-                (_multiply, (0, ring, sizes, results, GROUPS, COLUMNS, PIECES, GATED, BIAS)),
-                (_multiply, (1, ring, sizes, results, GROUPS, COLUMNS, PIECES, GATED, BIAS)),
-                (_multiply, (2, ring, sizes, results, GROUPS, COLUMNS, PIECES, GATED, BIAS)),
+                (_multiply, (0, ring, sizes, results, norm, stream, GROUPS, COLUMNS, PIECES, GATED, BIAS)),
+                (_multiply, (1, ring, sizes, results, norm, stream, GROUPS, COLUMNS, PIECES, GATED, BIAS)),
+                (_multiply, (2, ring, sizes, results, norm, stream, GROUPS, COLUMNS, PIECES, GATED, BIAS)),
                 (_load, (weight, x, ring, sizes, GROUPS, PIECES)),
+                (find_scales, (squares, scales, scaled, sizes[2], num_rows, second_half)),
             ],
-            [4, 4, 1],
-            [_GROUP_REGISTERS, _GROUP_REGISTERS, _LOADER_REGISTERS],
+            [4, 4, 1, 1],
+            [_GROUP_REGISTERS, _GROUP_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
         )

@@ -43,6 +43,20 @@ class Stream:
     exchange: torch.Tensor
 
 
+@dataclass(frozen=True)
+class DeferredNorm:
+    """The root-mean-square norm of a total [T, K] for a streamed product, all but the scales of its rows."""
+
+    weighted: torch.Tensor
+    """[T, K]: the total times the norm's weights."""
+    squares: torch.Tensor
+    """[tiles, T] float32: sums of the total's squares, each of a row's columns in a tile."""
+    eps: float
+    total: torch.Tensor
+    stream: Stream
+    """The product's."""
+
+
 Streams = Mapping[int, Stream]
 """A stream for each bucket of rows; with other numbers of rows the product is not streamed."""
 NO_STREAMS: Streams = MappingProxyType({})
@@ -77,13 +91,63 @@ def stream_of(x: torch.Tensor, streams: Streams) -> Stream | None:
 
 
 def streamed_linear(
-    x: torch.Tensor, weight: torch.Tensor, stream: Stream, *, bias: torch.Tensor | None = None, gated: bool = False
+    x: torch.Tensor | DeferredNorm,
+    weight: torch.Tensor,
+    stream: Stream,
+    *,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
 ) -> torch.Tensor:
     """Return x [T, K] times the transpose of weight [N, K] plus bias [N]: [T, N], accumulated in float32.
 
-    gated: weight is [2 * N, K] and the result silu(x @ weight[:N].T) * (x @ weight[N:].T), without bias.
+    x: or a norm that lacks its rows' scales. gated: weight is [2 * N, K] and the result
+    silu(x @ weight[:N].T) * (x @ weight[N:].T), without bias.
     All of one 16-bit type, contiguous; cut as `cuts_of` has it for at least T rows.
     """
+    return _launch(x, weight, stream, bias=bias, gated=gated)
+
+
+def streamed_add_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stream: Stream,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    next_stream: Stream,
+) -> DeferredNorm:
+    """The norm of residual [T, N] + streamed_linear(x, weight, stream) for the next product, of bfloat16.
+
+    norm_weight [N] and eps are the norm's. For streams that `can_add`.
+    """
+    num_rows, num_columns = residual.shape
+    total = torch.empty_like(residual)
+    tiles = num_tiles(num_columns, gated=False)
+    squares = torch.empty((tiles, num_rows), dtype=torch.float32, device=x.device)
+    weighted = _launch(x, weight, stream, added=(residual, norm_weight, total, squares))
+    return DeferredNorm(weighted, squares, eps, total, next_stream)
+
+
+def can_add(stream: Stream) -> bool:
+    """Whether the product's result can be added to a residual stream: several groups of warps lack the registers."""
+    return stream.cut.groups == 1
+
+
+def _launch(
+    x: torch.Tensor | DeferredNorm,
+    weight: torch.Tensor,
+    stream: Stream,
+    *,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    added: tuple[torch.Tensor, ...] | None = None,
+) -> torch.Tensor:
+    """Launch the kernel. added: residual stream and norm's weights, and the total and its squares, which it writes."""
+    no_squares = stream.exchange.view(torch.float32)
+    squares, num_squares, eps = no_squares, 0, 0.0
+    if isinstance(x, DeferredNorm):
+        squares, num_squares, eps = x.squares, x.squares.shape[0], x.eps
+        x = x.weighted
     num_rows, size = x.shape
     num_columns = _columns(weight, gated)
     cut = stream.cut
@@ -104,6 +168,12 @@ def streamed_linear(
         second_half,
         -(-size // (cut.inner * cut.pieces)),
         items,
+        squares,
+        num_squares,
+        size,
+        eps,
+        *(added or (out, out, out, no_squares)),
+        int(added is not None),
         cut.rows,
         cut.inner,
         cut.stages,

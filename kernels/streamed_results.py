@@ -17,7 +17,7 @@ TURN = gl.constexpr(8)
 
 
 @gluon.constexpr_function
-def _thread_layout(rows: int, gated: bool) -> gl.DistributedLinearLayout:
+def layout_of_results(rows: int, gated: bool) -> gl.DistributedLinearLayout:
     """How results [rows, columns] lie in threads already, written such that neighbours in a thread come first."""
     pair = [] if gated else [[0, 1]]
     columns = [[0, 1 << bit] for bit in range(len(pair), len(pair) + 5)]
@@ -31,7 +31,7 @@ def unfold(sums: gl.tensor, GATED: gl.constexpr) -> gl.tuple:
     """Sums [rows of the weight as they were fetched, rows] as [rows, columns]: one tensor, or gate and up."""
     ROWS: gl.constexpr = sums.shape[1]
     TURNS: gl.constexpr = sums.shape[0] // (2 * TURN)
-    LAYOUT: gl.constexpr = _thread_layout(ROWS, GATED)
+    LAYOUT: gl.constexpr = layout_of_results(ROWS, GATED)
     by_turn = gl.reshape(sums, [TURNS, 2, TURN, ROWS])
     if GATED:
         SHAPE: gl.constexpr = [ROWS, TURNS * TURN]
@@ -47,27 +47,23 @@ def unfold(sums: gl.tensor, GATED: gl.constexpr) -> gl.tuple:
 
 
 @gluon.jit
-def store_results(
-    values: gl.tuple,
-    bias_ptr: gl.tensor,
-    out_ptr: gl.tensor,
-    place: gl.tensor,
-    column: gl.tensor,
-    num_rows: gl.tensor,
-    num_columns: gl.tensor,
-    second_half: gl.tensor,
-    ROWS: gl.constexpr,
-    BIAS: gl.constexpr,
-) -> None:
-    """Store sums, of gate and up silu(gate) * up, of which the first is at this place of a tile and column of out."""
+def places_of(
+    LAYOUT: gl.constexpr, place: gl.tensor, column: gl.tensor, second_half: gl.tensor,
+    PLACES: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
+    """Rows [PLACES], of the tile, and columns [COLUMNS] of results in a layout, the first at this place and column."""
+    places = place + gl.arange(0, PLACES, layout=gl.SliceLayout(1, LAYOUT))
+    return rows_of(places, second_half, ROWS), column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+
+
+@gluon.jit
+def finish(
+    values: gl.tuple, bias_ptr: gl.tensor, columns: gl.tensor, num_columns: gl.tensor, BIAS: gl.constexpr
+) -> gl.tensor:
+    """The results of sums: of gate and up silu(gate) * up, of others what they are, plus the columns' bias."""
     result = values[0]
-    places = place + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, result.type.layout))
-    rows = rows_of(places, second_half, ROWS)
-    columns = column + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, result.type.layout))
     if len(values) == 2:
         result = result / (1 + gl.exp(-result)) * values[1]
     if BIAS:
         result += gl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(gl.float32)[None, :]
-    real = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    out = out_ptr + rows[:, None] * num_columns + columns[None, :]
-    gl.store(out, result.to(out_ptr.dtype.element_ty), mask=real)
+    return result

@@ -9,18 +9,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from paceline.kernels.linear import Addend
 from paceline.kernels.paged_attention import paged_attention
 from paceline.kernels.rotary_and_store import HeadPlaces
 from paceline.model.communicator import Communicator
 from paceline.model.config import ModelConfig
 from paceline.model.context import StepContext
 from paceline.model.embedding import ParallelLMHead, VocabParallelEmbedding
-from paceline.model.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from paceline.model.linear import GatedColumnParallelLinear, NormedProduct, QKVParallelLinear, RowParallelLinear
 from paceline.model.norm import RMSNorm
 from paceline.model.rope import check_max_model_len, cos_sin_table
 from paceline.model.shard_plan import ShardPlan
@@ -60,12 +62,13 @@ class Attention(nn.Module):
     def forward(
         self,
         norm: RMSNorm,
-        hidden: torch.Tensor,
+        hidden: Addend,
         residual: torch.Tensor | None,
         cos_sin: torch.Tensor,
         ctx: StepContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(attention of norm(hidden + residual), hidden + residual), both [T, hidden_size].
+        following: NormedProduct,
+    ) -> tuple[Addend, torch.Tensor | None]:
+        """(attention of norm(hidden + residual), hidden + residual) for the product that follows.
 
         Stores the tokens' keys and values in the layer's cache.
         """
@@ -80,7 +83,7 @@ class Attention(nn.Module):
             v_cache=value_cache,
             slot_mapping=ctx.slot_mapping,
         )
-        query, residual = self.qkv_proj.to_heads(norm, hidden, residual, heads)
+        query, total = self.qkv_proj.to_heads(norm, hidden, residual, heads)
         attended = paged_attention(
             query,
             key_cache,
@@ -95,7 +98,7 @@ class Attention(nn.Module):
             decode_work=ctx.decode_work,
             prefill_counter=ctx.prefill_counter,
         )
-        return self.o_proj(attended.flatten(1)), residual
+        return self.o_proj.add(attended.flatten(1), total, following)
 
 
 class GatedMLP(nn.Module):
@@ -108,11 +111,11 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(width, config.hidden_size, bias=bias, comm=comm, dtype=dtype)
 
     def forward(
-        self, norm: RMSNorm, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the MLP of norm(hidden + residual), hidden + residual), both [T, hidden_size]."""
-        gated, residual = self.gate_up_proj(norm, hidden, residual)
-        return self.down_proj(gated), residual
+        self, norm: RMSNorm, hidden: Addend, residual: torch.Tensor | None, following: NormedProduct | None
+    ) -> tuple[Addend, torch.Tensor | None]:
+        """(the MLP of norm(hidden + residual), hidden + residual) for the product that follows, if one does."""
+        gated, total = self.gate_up_proj(norm, hidden, residual)
+        return self.down_proj.add(gated, total, following)
 
 
 class DecoderLayer(nn.Module):
@@ -125,15 +128,27 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = mlp
 
+    @property
+    def entry(self) -> NormedProduct:
+        """What this layer begins with."""
+        return NormedProduct(self.input_layernorm, self.self_attn.qkv_proj)
+
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, ctx: StepContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        hidden: Addend,
+        residual: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        ctx: StepContext,
+        following: NormedProduct | None,
+    ) -> tuple[Addend, torch.Tensor | None]:
         """(what the layer before adds to the stream, the stream without it) -> the same of this layer.
 
-        The sum is left to whoever norms it next and so has to read both anyway.
+        The sum is for the next norm, which has to read both anyway, or for the product before that, which is told
+        what follows. After the last layer nothing does: it gives two tensors, [T, hidden_size].
         """
-        hidden, residual = self.self_attn(self.input_layernorm, hidden, residual, cos_sin, ctx)
-        out: tuple[torch.Tensor, torch.Tensor] = self.mlp(self.post_attention_layernorm, hidden, residual)
+        mlp_entry = NormedProduct(self.post_attention_layernorm, self.mlp.gate_up_proj)
+        hidden, residual = self.self_attn(self.input_layernorm, hidden, residual, cos_sin, ctx, mlp_entry)
+        out: tuple[Addend, torch.Tensor | None] = self.mlp(self.post_attention_layernorm, hidden, residual, following)
         return out
 
 
@@ -150,11 +165,12 @@ class DecoderStack(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, ctx: StepContext) -> Hidden:
         """[T] int64 -> the residual stream of all T tokens."""
-        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        hidden: Addend = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, self.cos_sin, ctx)
-        return hidden, residual
+        for layer, following in pairwise(self.layers):
+            hidden, residual = layer(hidden, residual, self.cos_sin, ctx, following.entry)
+        out: Hidden = self.layers[-1](hidden, residual, self.cos_sin, ctx, None)
+        return out
 
 
 class CausalLM(nn.Module, ABC):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from paceline.kernels.linear import linear, norm_gated_linear, norm_heads_linear, norm_linear
+from paceline.kernels.linear import Addend, add_linear, linear, norm_gated_linear, norm_heads_linear, norm_linear
 from paceline.kernels.rotary_and_store import HeadPlaces
 from paceline.kernels.streamed_linear import NO_STREAMS
 from paceline.model.communicator import Communicator
@@ -29,9 +30,7 @@ class MergedColumnParallelLinear(nn.Module):
         self.bias = ShardedParameter((rows,), dtype, stack_shards(out_spans, None)) if bias else None
         self.streams = NO_STREAMS
 
-    def forward(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, norm: RMSNorm, x: Addend, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(the layer of norm(x + residual), x + residual): [T, the spans' padded widths] and [T, in_features]."""
         return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, streams=self.streams)
 
@@ -42,9 +41,7 @@ class GatedColumnParallelLinear(MergedColumnParallelLinear):
     def __init__(self, in_features: int, width: Span, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__(in_features, {"gate": width, "up": width}, bias=bias, dtype=dtype)
 
-    def forward(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, norm: RMSNorm, x: Addend, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(silu(gate) * up of norm(x + residual), x + residual): [T, width.padded] and [T, in_features]."""
         return norm_gated_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, streams=self.streams)
 
@@ -67,12 +64,20 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         super().__init__(in_features, spans, bias=bias, dtype=dtype)
 
     def to_heads(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, heads: HeadPlaces
+        self, norm: RMSNorm, x: Addend, residual: torch.Tensor | None, heads: HeadPlaces
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(queries [T, H, D] for attention of norm(x + residual), x + residual); keys and values go to the caches."""
         return norm_heads_linear(
             x, residual, norm.weight, norm.eps, self.weight, self.bias, heads, streams=self.streams
         )
+
+
+@dataclass(frozen=True)
+class NormedProduct:
+    """A product of the norm of the residual stream."""
+
+    norm: RMSNorm
+    layer: MergedColumnParallelLinear
 
 
 class RowParallelLinear(nn.Module):
@@ -91,3 +96,15 @@ class RowParallelLinear(nn.Module):
         out = self._comm.all_reduce(linear(x, self.weight, streams=self.streams))
         # Every rank holds the whole bias: added before the sum it would count once a rank.
         return out if self.bias is None else out.add_(self.bias)
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, following: NormedProduct | None
+    ) -> tuple[Addend, torch.Tensor | None]:
+        """What `following` takes, the first product of this layer's result and the residual stream [T, out_features].
+
+        None: of the layer's result nothing is computed but itself.
+        """
+        if following is None or self._comm.size > 1 or self.bias is not None:
+            return self(x), residual
+        norm, streams = following.norm, following.layer.streams
+        return add_linear(x, self.weight, residual, norm.weight, norm.eps, streams=self.streams, next_streams=streams)

@@ -8,11 +8,19 @@ import pytest
 import torch
 from torch.nn import functional
 
-from paceline.kernels.linear import linear, norm_gated_linear, norm_linear
+from paceline.kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.skinny_linear import skinny_linear
 from paceline.kernels.stream_cut import BUCKETS, Cut
-from paceline.kernels.streamed_linear import NO_STREAMS, Stream, cuts_of, make_exchange, stream_of, streamed_linear
+from paceline.kernels.streamed_linear import (
+    NO_STREAMS,
+    DeferredNorm,
+    Stream,
+    cuts_of,
+    make_exchange,
+    stream_of,
+    streamed_linear,
+)
 
 
 @pytest.fixture
@@ -58,6 +66,59 @@ def test_every_bucket(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("extras", ["", "bias", "gated"])
+@pytest.mark.parametrize("size", [1040, 4176])
+def test_a_norm_between_two_products(size: int, extras: str, hopper: torch.device, exchange: torch.Tensor) -> None:
+    """Half of it in each: the sum is that of the products apart, bit for bit, and the next product the norm's."""
+    gated = extras == "gated"
+    weight = (torch.randn(size, 512, device=hopper) * 512**-0.5).to(torch.bfloat16)
+    next_weight = (torch.randn(528 * (1 + gated), size, device=hopper) * size**-0.5).to(torch.bfloat16)
+    norm_weight = torch.randn(size, device=hopper).to(torch.bfloat16)
+    bias = torch.randn(528, device=hopper).to(torch.bfloat16) if extras == "bias" else None
+    streams = {bucket: Stream(cut, exchange) for bucket, cut in cuts_of(weight).items()}
+    next_streams = {bucket: Stream(cut, exchange) for bucket, cut in cuts_of(next_weight, gated=gated).items()}
+    for num_rows in (2, *(rows for bucket in BUCKETS for rows in (bucket // 2 + 3, bucket))):
+        x = torch.randn(num_rows, 512, device=hopper).to(torch.bfloat16)
+        residual = (torch.randn(num_rows, size, device=hopper) * 8).to(torch.bfloat16)
+        deferred, nothing = add_linear(
+            x, weight, residual, norm_weight, 1e-6, streams=streams, next_streams=next_streams
+        )
+        assert isinstance(deferred, DeferredNorm)
+        assert nothing is None
+        norm = (norm_weight, 1e-6, next_weight)
+        if gated:
+            out, total = norm_gated_linear(deferred, None, *norm, streams=next_streams)
+        else:
+            out, total = norm_linear(deferred, None, *norm, bias, streams=next_streams)
+        assert torch.equal(total, residual + linear(x, weight, streams=streams))
+        wide = total.double()
+        normed = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-6) * norm_weight.double()
+        expected = exact(normed, next_weight, bias, gated)
+        torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
+    assert (exchange == -1).all()
+
+
+@pytest.mark.gpu
+def test_a_norm_is_left_whole_where_a_product_is_not_streamed(hopper: torch.device, exchange: torch.Tensor) -> None:
+    weight = torch.randn(256, 256, device=hopper).to(torch.bfloat16)
+    streams = {bucket: Stream(cut, exchange) for bucket, cut in cuts_of(weight).items()}
+    three_groups = {16: Stream(Cut(16, 128, 4, 1, 3), exchange)}
+    x, residual = torch.randn(2, 16, 256, device=hopper).to(torch.bfloat16).unbind()
+    norm = weight[0], 1e-6
+    for first, second, kind in (
+        (NO_STREAMS, streams, torch.bfloat16),
+        (streams, NO_STREAMS, torch.bfloat16),
+        (three_groups, streams, torch.bfloat16),
+        (streams, streams, torch.float16),
+    ):
+        arguments = [tensor.to(kind) for tensor in (x, weight, residual)]
+        out, left = add_linear(*arguments, *norm, streams=first, next_streams=second)
+        assert isinstance(out, torch.Tensor)
+        assert torch.equal(out, linear(*arguments[:2], streams=first))
+        assert left is arguments[2]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_not_a_number_stays_in_its_row(pieces: int, hopper: torch.device, exchange: torch.Tensor) -> None:
     """Whatever the bits of one are, no program waits for another number in its place."""
@@ -95,6 +156,19 @@ def test_dependent_launches_wait_for_each_other(
         return x
 
     assert_replays_alike(chain)
+
+    def chain_of_deferred_norms(ended: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        x, residual = start, start
+        norm = ones, 1e-6
+        for gate_up, down in layers:
+            gated, total = norm_gated_linear(x, residual, *norm, gate_up, streams={64: streams[0]})
+            x, residual = add_linear(
+                ended(gated), down, total, *norm, streams={64: streams[1]}, next_streams={64: streams[0]}
+            )
+            ended(x.total)
+        return x.weighted
+
+    assert_replays_alike(chain_of_deferred_norms)
 
 
 @pytest.mark.gpu
