@@ -22,7 +22,13 @@ from paceline.model.communicator import Communicator
 from paceline.model.config import ModelConfig
 from paceline.model.context import StepContext
 from paceline.model.embedding import ParallelLMHead, VocabParallelEmbedding
-from paceline.model.linear import GatedColumnParallelLinear, NormedProduct, QKVParallelLinear, RowParallelLinear
+from paceline.model.linear import (
+    GatedColumnParallelLinear,
+    MergedColumnParallelLinear,
+    NextNorm,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from paceline.model.norm import RMSNorm
 from paceline.model.rope import check_max_model_len, cos_sin_table
 from paceline.model.shard_plan import ShardPlan
@@ -66,7 +72,7 @@ class Attention(nn.Module):
         residual: torch.Tensor | None,
         cos_sin: torch.Tensor,
         ctx: StepContext,
-        following: NormedProduct,
+        following: NextNorm,
     ) -> tuple[Addend, torch.Tensor | None]:
         """(attention of norm(hidden + residual), hidden + residual) for the product that follows.
 
@@ -111,7 +117,7 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(width, config.hidden_size, bias=bias, comm=comm, dtype=dtype)
 
     def forward(
-        self, norm: RMSNorm, hidden: Addend, residual: torch.Tensor | None, following: NormedProduct | None
+        self, norm: RMSNorm, hidden: Addend, residual: torch.Tensor | None, following: NextNorm | None
     ) -> tuple[Addend, torch.Tensor | None]:
         """(the MLP of norm(hidden + residual), hidden + residual) for the product that follows, if one does."""
         gated, total = self.gate_up_proj(norm, hidden, residual)
@@ -129,9 +135,15 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     @property
-    def entry(self) -> NormedProduct:
+    def entry(self) -> NextNorm:
         """What this layer begins with."""
-        return NormedProduct(self.input_layernorm, self.self_attn.qkv_proj)
+        return NextNorm(self.input_layernorm, self.self_attn.qkv_proj.streams)
+
+    @property
+    def around_norms(self) -> tuple[tuple[RowParallelLinear, MergedColumnParallelLinear], ...]:
+        """The products before and after each norm; those of the layer's entry come from the layer before."""
+        mlp, attention = self.mlp, self.self_attn
+        return (attention.o_proj, mlp.gate_up_proj), (mlp.down_proj, attention.qkv_proj)
 
     def forward(
         self,
@@ -139,15 +151,15 @@ class DecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         cos_sin: torch.Tensor,
         ctx: StepContext,
-        following: NormedProduct | None,
+        following: NextNorm | None,
     ) -> tuple[Addend, torch.Tensor | None]:
         """(what the layer before adds to the stream, the stream without it) -> the same of this layer.
 
         The sum is for the next norm, which has to read both anyway, or for the product before that, which is told
         what follows. After the last layer nothing does: it gives two tensors, [T, hidden_size].
         """
-        mlp_entry = NormedProduct(self.post_attention_layernorm, self.mlp.gate_up_proj)
-        hidden, residual = self.self_attn(self.input_layernorm, hidden, residual, cos_sin, ctx, mlp_entry)
+        middle = NextNorm(self.post_attention_layernorm, self.mlp.gate_up_proj.streams)
+        hidden, residual = self.self_attn(self.input_layernorm, hidden, residual, cos_sin, ctx, middle)
         out: tuple[Addend, torch.Tensor | None] = self.mlp(self.post_attention_layernorm, hidden, residual, following)
         return out
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.kernels.linear import Addend, add_linear, linear, norm_gated_linear, norm_heads_linear, norm_linear
 from paceline.kernels.rotary_and_store import HeadPlaces
-from paceline.kernels.streamed_linear import NO_STREAMS
+from paceline.kernels.streamed_linear import NO_STREAMS, Streams
 from paceline.model.communicator import Communicator
 from paceline.model.norm import RMSNorm
 from paceline.model.parameter import Shard, ShardedParameter, ShardId, stack_shards
@@ -73,11 +73,12 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 @dataclass(frozen=True)
-class NormedProduct:
-    """A product of the norm of the residual stream."""
+class NextNorm:
+    """The norm of the residual stream that comes next."""
 
     norm: RMSNorm
-    layer: MergedColumnParallelLinear
+    streams: Streams
+    """What the product after it is streamed with."""
 
 
 class RowParallelLinear(nn.Module):
@@ -91,6 +92,11 @@ class RowParallelLinear(nn.Module):
         self.streams = NO_STREAMS
         self._comm = comm
 
+    @property
+    def adds(self) -> bool:
+        """Whether the product itself can be added to the residual stream, without other ranks' or a bias."""
+        return self._comm.size == 1 and self.bias is None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_span.padded] -> [T, out_features], the same on every rank."""
         out = self._comm.all_reduce(linear(x, self.weight, streams=self.streams))
@@ -98,13 +104,10 @@ class RowParallelLinear(nn.Module):
         return out if self.bias is None else out.add_(self.bias)
 
     def add(
-        self, x: torch.Tensor, residual: torch.Tensor, following: NormedProduct | None
+        self, x: torch.Tensor, residual: torch.Tensor, following: NextNorm | None
     ) -> tuple[Addend, torch.Tensor | None]:
-        """What `following` takes, the first product of this layer's result and the residual stream [T, out_features].
-
-        None: of the layer's result nothing is computed but itself.
-        """
-        if following is None or self._comm.size > 1 or self.bias is not None:
+        """(this layer's result, residual), of whose sum [T, out_features] comes a norm next, if any does."""
+        if following is None or not self.adds:
             return self(x), residual
-        norm, streams = following.norm, following.layer.streams
+        norm, streams = following.norm, following.streams
         return add_linear(x, self.weight, residual, norm.weight, norm.eps, streams=self.streams, next_streams=streams)

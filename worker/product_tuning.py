@@ -1,23 +1,32 @@
 """Choosing the faster way of each matrix product at each number of rows: streamed, or as it is without that.
 
 Measured on the model's own weights, layer after layer, as a step runs them: so the L2 cache holds no weight of the
-next layer, and what a kernel gains by starting early is counted, as is what the other way computes along with it.
+next layer, and what a kernel gains by starting early is counted, as is what the other way computes along with it. Two
+products with a norm between them are measured together, since of two that are streamed the norm is a part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 
 import torch
 
-from paceline.kernels.linear import linear
+from paceline.kernels.linear import Addend, linear
 from paceline.kernels.streamed_linear import NO_STREAMS, Stream, Streams, cuts_of, make_exchange
-from paceline.model.decoder import CausalLM
+from paceline.model.decoder import CausalLM, DecoderLayer
 from paceline.model.embedding import ParallelLMHead
-from paceline.model.linear import GatedColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from paceline.model.linear import (
+    GatedColumnParallelLinear,
+    MergedColumnParallelLinear,
+    NextNorm,
+    RowParallelLinear,
+)
 from paceline.worker.tuning_cache import TuningCache
 
 Layer = MergedColumnParallelLinear | RowParallelLinear | ParallelLMHead
+Group = tuple[RowParallelLinear, MergedColumnParallelLinear] | tuple[ParallelLMHead]
+"""What is measured together: the products before and after a norm, or one after a norm."""
 Measure = Callable[[Callable[[], None]], float]
 """Seconds that the launches of a function take."""
 
@@ -32,23 +41,28 @@ class ProductTuner:
     def __init__(self, model: CausalLM, cache: TuningCache) -> None:
         self._norm = model.model.norm
         self._cache = cache
-        self._products: dict[str, list[Layer]] = {}
+        self._groups: dict[str, list[Group]] = {}
         for layer in model.modules():
-            if isinstance(layer, Layer):
-                self._products.setdefault(_name(layer), []).append(layer)
-        self._streams = _streams_of(self._products)
-        self._choices = {name: cache.read(name) for name, streams in self._streams.items() if streams}
+            for group in layer.around_norms if isinstance(layer, DecoderLayer) else ():
+                self._groups.setdefault(_name(group), []).append(group)
+        self._groups[_name((model.lm_head,))] = [(model.lm_head,)]
+        self._streams = _streams_of(self._groups)
+        self._choices = {
+            name: cache.read(name, len(streams)) for name, streams in self._streams.items() if any(streams)
+        }
 
     @property
     def unknown(self) -> list[str]:
         """The products of which not everything is known; none on a GPU that streams nothing."""
-        return [name for name, choice in self._choices.items() if self._streams[name].keys() - choice.keys()]
+        return [name for name, choice in self._choices.items() if self._buckets(name) - choice.keys()]
 
     def launch_all(self) -> None:
         """Launch both ways of the unknown products once: within `compile_only`, to compile them."""
         for name in self.unknown:
-            for bucket in self._streams[name]:
-                self._seconds(name, self._products[name][:1], bucket, _launch)
+            for bucket in sorted(self._buckets(name)):
+                for streamed in (True, False):
+                    way = [streamed and bucket in streams for streams in self._streams[name]]
+                    self._seconds(name, self._groups[name][:1], bucket, way, _launch)
 
     def ways(self) -> Iterator[None]:
         """The layers' streams in turn so that steps of each turn together launch what steps of any choice launch.
@@ -59,65 +73,93 @@ class ProductTuner:
             self.apply()
             yield
             return
-        for streams in (self._streams, dict.fromkeys(self._streams, NO_STREAMS)):
-            for name, layers in self._products.items():
-                for layer in layers:
-                    layer.streams = streams[name]
+        for streamed in (True, False):
+            for name, groups in self._groups.items():
+                for group in groups:
+                    _stream(group, self._streams[name] if streamed else (NO_STREAMS,) * len(group))
             yield
 
     def measure(self, seconds: Measure) -> None:
         """Find the faster way of the unknown products, and keep it in the cache."""
         for name in self.unknown[:1]:
             # For nothing: a GPU that had no work runs slower than it will.
-            self._seconds(name, _more_than_cached(self._products[name]), max(self._streams[name]), seconds)
+            nowhere = [False] * len(self._streams[name])
+            self._seconds(name, _more_than_cached(self._groups[name]), max(self._buckets(name)), nowhere, seconds)
         for name in self.unknown:
-            layers = _more_than_cached(self._products[name])
+            groups = _more_than_cached(self._groups[name])
             choice = {}
-            for bucket in self._streams[name]:
-                streamed, other = self._seconds(name, layers, bucket, seconds)
-                choice[bucket] = streamed < other
+            for bucket in sorted(self._buckets(name)):
+                ways = product(*((False, True) if bucket in streams else (False,) for streams in self._streams[name]))
+                times = {way: self._seconds(name, groups, bucket, way, seconds) for way in ways}
+                choice[bucket] = min(times, key=times.__getitem__)
             self._choices[name] = choice
             self._cache.write(name, choice)
 
     def apply(self) -> None:
         """Give every layer the streams that are the faster way."""
         for name, choice in self._choices.items():
-            chosen = {bucket: stream for bucket, stream in self._streams[name].items() if choice[bucket]}
-            for layer in self._products[name]:
-                layer.streams = chosen
+            chosen = [
+                {bucket: stream for bucket, stream in streams.items() if choice[bucket][member]}
+                for member, streams in enumerate(self._streams[name])
+            ]
+            for group in self._groups[name]:
+                _stream(group, chosen)
 
-    def _seconds(self, name: str, layers: Sequence[Layer], bucket: int, seconds: Measure) -> tuple[float, float]:
-        """How long some layers of a product take one after the other: streamed, and else."""
-        weight = layers[0].weight
-        x = torch.randn((bucket, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+    def _buckets(self, name: str) -> set[int]:
+        """The numbers of rows at which any product of a group can be streamed."""
+        return {bucket for streams in self._streams[name] for bucket in streams}
+
+    def _seconds(self, name: str, groups: Sequence[Group], bucket: int, way: Sequence[bool], seconds: Measure) -> float:
+        """How long some layers' products of a group take one after the other, of which way says which are streamed."""
+        chosen = [
+            {bucket: streams[bucket]} if streamed else NO_STREAMS
+            for streamed, streams in zip(way, self._streams[name], strict=True)
+        ]
+        for group in groups:
+            _stream(group, chosen)
+        weights = [layer.weight for layer in groups[0]]
+        x, residual = (
+            torch.randn((bucket, size), dtype=weights[0].dtype, device=weights[0].device)
+            for size in (weights[0].shape[1], weights[-1].shape[1])
+        )
 
         def launches() -> None:
-            for layer in layers:
-                if isinstance(layer, RowParallelLinear):
-                    linear(x, layer.weight, streams=layer.streams)
-                else:
-                    layer(self._norm, x, x)
+            for group in groups:
+                addend: Addend = x
+                total: torch.Tensor | None = residual
+                if len(group) == 2:
+                    first, following = group[0], NextNorm(self._norm, group[1].streams)
+                    if first.adds:
+                        addend, total = first.add(x, residual, following)
+                    else:
+                        addend = linear(x, first.weight, streams=first.streams)
+                group[-1](self._norm, addend, total)
 
-        def timed(streams: Streams) -> float:
-            for layer in layers:
-                layer.streams = streams
-            return seconds(launches)
-
-        return timed({bucket: self._streams[name][bucket]}), timed(NO_STREAMS)
+        return seconds(launches)
 
 
-def _streams_of(products: Mapping[str, Sequence[Layer]]) -> dict[str, Streams]:
+def _streams_of(groups: Mapping[str, Sequence[Group]]) -> dict[str, tuple[Streams, ...]]:
     """What each product can be streamed with: all exchange through one tensor, since a model runs on one stream."""
-    cuts = {name: cuts_of(layers[0].weight, gated=_is_gated(layers[0])) for name, layers in products.items()}
-    if not any(cuts.values()):
-        return dict.fromkeys(products, NO_STREAMS)
-    exchange = make_exchange(next(iter(products.values()))[0].weight.device)
-    return {name: {bucket: Stream(cut, exchange) for bucket, cut in of.items()} for name, of in cuts.items()}
+    cuts = {
+        name: [cuts_of(layer.weight, gated=_is_gated(layer)) for layer in group] for name, (group, *_) in groups.items()
+    }
+    if not any(of for each in cuts.values() for of in each):
+        return {name: (NO_STREAMS,) * len(each) for name, each in cuts.items()}
+    exchange = make_exchange(next(iter(groups.values()))[0][0].weight.device)
+    return {
+        name: tuple({bucket: Stream(cut, exchange) for bucket, cut in of.items()} for of in each)
+        for name, each in cuts.items()
+    }
 
 
 def _is_gated(layer: Layer) -> bool:
     """Whether the activation is a part of the product, which it is without bias."""
     return isinstance(layer, GatedColumnParallelLinear) and layer.bias is None
+
+
+def _stream(group: Sequence[Layer], streams: Sequence[Streams]) -> None:
+    for layer, chosen in zip(group, streams, strict=True):
+        layer.streams = chosen
 
 
 def _launch(launches: Callable[[], None]) -> float:
@@ -144,17 +186,21 @@ def gpu_seconds(launches: Callable[[], None]) -> float:
     return min(times)
 
 
-def _name(layer: Layer) -> str:
-    """What a product's speed depends on, as a file's name."""
+def _name(group: Group) -> str:
+    """What a group's speed depends on, as a file's name."""
+    return "-".join(_kind(layer) for layer in group) + f"-{str(group[0].weight.dtype).removeprefix('torch.')}"
+
+
+def _kind(layer: Layer) -> str:
     if isinstance(layer, RowParallelLinear):
-        kind = "plain"
+        kind = "added" if layer.adds else "plain"
     else:
-        kind = "norm-gated" if isinstance(layer, GatedColumnParallelLinear) else "norm"
+        kind = "gated" if isinstance(layer, GatedColumnParallelLinear) else "norm"
     if isinstance(layer, MergedColumnParallelLinear) and layer.bias is not None:
         kind += "-bias"
     columns, size = layer.weight.shape
-    return f"{kind}-{columns}x{size}-{str(layer.weight.dtype).removeprefix('torch.')}"
+    return f"{kind}-{columns}x{size}"
 
 
-def _more_than_cached(layers: Sequence[Layer]) -> Sequence[Layer]:
-    return layers[: 1 + ENOUGH_BYTES // layers[0].weight.nbytes]
+def _more_than_cached(groups: Sequence[Group]) -> Sequence[Group]:
+    return groups[: 1 + ENOUGH_BYTES // sum(layer.weight.nbytes for layer in groups[0])]

@@ -1,8 +1,8 @@
 """What was measured of kernels on a GPU model, kept on disk, so that only the first start measures.
 
-One small JSON file a product, replaced as a whole: ranks and engines that start together write the same files, and the
-last one wins. What cannot be read or does not fit is measured again; a folder that cannot be written costs every start
-the measurement, and nothing else.
+One small JSON file for products that are measured together, replaced as a whole: ranks and engines that start together
+write the same files, and the last one wins. What cannot be read or does not fit is measured again; a folder that cannot
+be written costs every start the measurement, and nothing else.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import paceline.kernels
 
 logger = logging.getLogger(__name__)
 
-Choice = dict[int, bool]
-"""For each bucket of rows that was measured, whether streaming the product is the faster way."""
+Choice = dict[int, tuple[bool, ...]]
+"""For each bucket of rows that was measured, which of the products are streamed in the fastest way."""
 
 
 class TuningCache:
@@ -40,11 +40,11 @@ class TuningCache:
         gpu = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device))
         return cls(Path(home, "paceline", "products", f"{gpu}-{_build()}"))
 
-    def read(self, name: str) -> Choice:
-        """What is known of a product; empty where nothing is."""
+    def read(self, name: str, count: int) -> Choice:
+        """What is known of so many products; empty where nothing is."""
         path = self._path(name)
         try:
-            return _choice(json.loads(path.read_text()))
+            return _choice(json.loads(path.read_text()), count)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
@@ -52,7 +52,7 @@ class TuningCache:
             return {}
 
     def write(self, name: str, choice: Choice) -> None:
-        """Keep what is known of a product."""
+        """Keep what is known of some products."""
         content = json.dumps(choice)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -76,8 +76,12 @@ def _build() -> str:
     return xxhash.xxh3_64_hexdigest(sources + versions.encode())
 
 
-def _choice(content: object) -> Choice:
-    """Raises ValueError for what no choice is written as."""
-    if not isinstance(content, dict) or not all(isinstance(streamed, bool) for streamed in content.values()):
-        raise ValueError("it is no JSON object of booleans")
-    return {int(rows): streamed for rows, streamed in content.items()}
+def _choice(content: object, count: int) -> Choice:
+    """Raises ValueError for what no choice among so many products is written as."""
+    if not isinstance(content, dict) or not all(_is_way(way, count) for way in content.values()):
+        raise ValueError(f"it is no JSON object of lists of {count} booleans")
+    return {int(rows): tuple(way) for rows, way in content.items()}
+
+
+def _is_way(way: object, count: int) -> bool:
+    return isinstance(way, list) and len(way) == count and all(isinstance(streamed, bool) for streamed in way)

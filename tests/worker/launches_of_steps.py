@@ -56,8 +56,8 @@ class Known:
     def __init__(self, streamed: bool | None) -> None:
         self._streamed = streamed
 
-    def read(self, name: str) -> Choice:
-        return {} if self._streamed is None else dict.fromkeys(BUCKETS, self._streamed)
+    def read(self, name: str, count: int) -> Choice:
+        return {} if self._streamed is None else dict.fromkeys(BUCKETS, (self._streamed,) * count)
 
     def write(self, name: str, choice: Choice) -> None:
         pass

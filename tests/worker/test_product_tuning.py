@@ -18,6 +18,7 @@ from paceline.kernels.stream_cut import BUCKETS, Cut, cut_product
 from paceline.model.communicator import SingleRank
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import CausalLM
+from paceline.model.embedding import ParallelLMHead
 from paceline.model.linear import GatedColumnParallelLinear, RowParallelLinear
 from paceline.model.staging import StagingMemory
 from paceline.model.weights import load_model
@@ -48,21 +49,25 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stopwatch:
-    """Seconds by what the layers are streamed with at the time: slower than not at all, but for fast buckets."""
+    """A second for each layer: more if it is streamed in other than the fast buckets, and less in those."""
 
-    def __init__(self, model: CausalLM, *fast: int, gain: float = 0.5) -> None:
+    def __init__(self, model: CausalLM, *fast: int, gain: float = 0.5, kind: type[Layer] | None = None) -> None:
         self._layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
         self._fast = fast
         self._gain = gain
+        self._kind = kind
         self.calls = 0
 
     def __call__(self, launches: Callable[[], None]) -> float:
         launches()
         self.calls += 1
-        buckets = {bucket for layer in self._layers for bucket in layer.streams}
-        if not buckets:
+        return sum(self._seconds(layer) for layer in self._layers)
+
+    def _seconds(self, layer: Layer) -> float:
+        if not layer.streams:
             return 1.0
-        return self._gain if buckets <= set(self._fast) else 2.0
+        fast = set(layer.streams) <= set(self._fast) and (self._kind is None or isinstance(layer, self._kind))
+        return self._gain if fast else 2.0
 
 
 def tune(model: CausalLM, folder: Path, seconds: Callable[[Callable[[], None]], float]) -> None:
@@ -84,6 +89,30 @@ def test_the_faster_way_is_taken_by_all_layers_of_a_kind(model: CausalLM, tmp_pa
     assert {stream.cut for stream in streams} == {Cut(64, 128, 6, 8)}
     assert len({id(stream.exchange) for stream in streams}) == 1
     assert (streams[0].exchange == -1).all()
+
+
+def test_of_two_products_around_a_norm_one_may_be_streamed(model: CausalLM, tmp_path: Path) -> None:
+    tune(model, tmp_path, Stopwatch(model, 16, kind=RowParallelLinear))
+    assert streamed(model, RowParallelLinear) == [[16]] * 4
+    assert streamed(model) == [[]] * 2
+    tune(model, tmp_path / "other", Stopwatch(model, 16, kind=GatedColumnParallelLinear))
+    assert streamed(model, RowParallelLinear) == [[]] * 4
+    assert streamed(model) == [[16]] * 2
+
+
+def test_what_two_gain_together_is_seen(model: CausalLM, tmp_path: Path) -> None:
+    """Alone each is slower when it is streamed."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
+
+    def seconds(launches: Callable[[], None]) -> float:
+        launches()
+        of_rows = {isinstance(layer, RowParallelLinear) for layer in layers if layer.streams.keys() == {32}}
+        return {0: 1.0, 1: 1.1, 2: 0.9}[len(of_rows)]
+
+    tune(model, tmp_path, seconds)
+    assert streamed(model) == [[32]] * 2
+    assert streamed(model, RowParallelLinear) == [[32]] * 4
+    assert streamed(model, ParallelLMHead) == [[]]
 
 
 def test_what_is_no_faster_is_not_streamed(model: CausalLM, tmp_path: Path) -> None:
@@ -121,8 +150,8 @@ def test_it_is_measured_once(model: CausalLM, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b'{"16": 5}', b'{"16": null}', b'{"x": true}', b"\xff\xfe"],
-    ids=["empty", "cut", "list", "number", "null", "no bucket", "no text"],
+    [b"", b"{", b"[]", b'{"16": 5}', b'{"16": [1, 0]}', b'{"16": [true, true, true]}', b'{"x": []}', b"\xff\xfe"],
+    ids=["empty", "cut", "list", "number", "numbers", "too many", "no bucket", "no text"],
 )
 def test_what_cannot_be_used_is_measured_again(
     content: bytes, model: CausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -141,7 +170,7 @@ def test_what_cannot_be_used_is_measured_again(
 def test_a_bucket_that_was_not_measured_is(model: CausalLM, tmp_path: Path) -> None:
     tune(model, tmp_path, Stopwatch(model))
     for file in tmp_path.iterdir():
-        file.write_text(json.dumps({"16": False}))
+        file.write_text(json.dumps({"16": json.loads(file.read_text())["16"]}))
     tune(model, tmp_path, Stopwatch(model, 128))
     assert streamed(model) == [[128]] * 2
 
@@ -161,10 +190,10 @@ def test_two_writers_leave_one_whole_file(tmp_path: Path) -> None:
     """Whoever reads between two writers' steps finds the one's choice or the other's."""
     first, second = TuningCache(tmp_path), TuningCache(tmp_path)
     for number in range(20):
-        first.write("plain-8x8-bfloat16", {16: True})
-        second.write("plain-8x8-bfloat16", {16: False})
-        assert TuningCache(tmp_path).read("plain-8x8-bfloat16") == {16: False}, number
-    assert os.listdir(tmp_path) == ["plain-8x8-bfloat16.json"]
+        first.write("norm-8x8-bfloat16", {16: (True,)})
+        second.write("norm-8x8-bfloat16", {16: (False,)})
+        assert TuningCache(tmp_path).read("norm-8x8-bfloat16", 1) == {16: (False,)}, number
+    assert os.listdir(tmp_path) == ["norm-8x8-bfloat16.json"]
 
 
 @pytest.mark.parametrize("name", ["streamed_kernel", "skinny_linear", "tiled_kernel", "tiled_linear", "silu_and_mul"])
@@ -174,9 +203,9 @@ def test_what_was_measured_of_other_kernels_is_not_taken(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     sources = shutil.copytree(next(iter(paceline.kernels.__path__)), tmp_path / "kernels")
-    TuningCache.of(torch.device("cuda")).write("plain-8x8-bfloat16", {16: True})
+    TuningCache.of(torch.device("cuda")).write("norm-8x8-bfloat16", {16: (True,)})
     monkeypatch.setattr(paceline.kernels, "__path__", [str(sources)])
-    assert TuningCache.of(torch.device("cuda")).read("plain-8x8-bfloat16") == {16: True}
+    assert TuningCache.of(torch.device("cuda")).read("norm-8x8-bfloat16", 1) == {16: (True,)}
     with (sources / f"{name}.py").open("a") as source:
         source.write("\n")
-    assert TuningCache.of(torch.device("cuda")).read("plain-8x8-bfloat16") == {}
+    assert TuningCache.of(torch.device("cuda")).read("norm-8x8-bfloat16", 1) == {}
