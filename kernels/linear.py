@@ -14,7 +14,7 @@ from torch.nn import functional
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm
 from paceline.kernels.rotary_and_store import HeadPlaces, rotary_and_store
 from paceline.kernels.silu_and_mul import silu_and_mul
-from paceline.kernels.skinny_linear import is_skinny, skinny_linear
+from paceline.kernels.skinny_linear import adds_skinny, is_skinny, skinny_add_linear, skinny_linear
 from paceline.kernels.streamed_linear import (
     NO_STREAMS,
     DeferredNorm,
@@ -64,13 +64,17 @@ def add_linear(
     """Return what a product of the norm of linear(x, weight) + residual takes for its x and residual.
 
     norm_weight, eps: that norm's. next_streams: what that product is streamed with.
-    The sum and most of its norm are computed here where both products are streamed, and else left to the second.
+    The sum and most of its norm are computed here where the second is streamed and the first has a kernel for that.
     """
     stream, next_stream = stream_of(x, streams), stream_of(x, next_streams)
     # In float16 rows may leave the type's range before their scale.
-    if stream is None or next_stream is None or not can_add(stream) or x.dtype != torch.bfloat16:
-        return linear(x, weight, streams=streams), residual
-    return streamed_add_linear(x, weight, stream, residual, norm_weight, eps, next_stream), None
+    if next_stream is not None and x.dtype == torch.bfloat16:
+        if stream is not None and can_add(stream):
+            return streamed_add_linear(x, weight, stream, residual, norm_weight, eps, next_stream), None
+        if stream is None and adds_skinny(x, weight):
+            weighted, total, squares = skinny_add_linear(x, weight, residual, norm_weight)
+            return DeferredNorm(weighted, squares, eps, total, next_stream), None
+    return linear(x, weight, streams=streams), residual
 
 
 def norm_linear(

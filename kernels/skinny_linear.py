@@ -72,21 +72,7 @@ def skinny_linear(
         total,
     )
     if num_rows == 1:
-        block_n, block_k, num_warps = _row_tile(num_columns, size)
-        grid = (-(-num_columns // block_n),)
-        launch(
-            _row_kernel,
-            grid,
-            *tensors,
-            num_columns,
-            eps,
-            size,
-            block_n,
-            block_k,
-            *flags,
-            num_warps=num_warps,
-            dependent=pdl,
-        )
+        _launch_row((*tensors, total), num_columns, size, eps, (*flags, False))
     else:
         tile = _tile(num_columns, size, gated, shared_memory(x.device))
         launch(
@@ -107,6 +93,47 @@ def skinny_linear(
             dependent=pdl,
         )
     return out, total
+
+
+def adds_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `skinny_add_linear` takes such an x: a row, where it is the faster way."""
+    return is_skinny(x, weight) and x.shape[0] == 1
+
+
+def skinny_add_linear(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (total * norm_weight, total, squares), where total [1, N] is residual + skinny_linear(x, weight).
+
+    x: [1, K]. squares: [programs, 1] float32, the sum of the squares of each program's columns of total.
+    """
+    num_columns, size = weight.shape
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    programs = -(-num_columns // _row_tile(num_columns, size)[0])
+    squares = torch.empty((programs, 1), dtype=torch.float32, device=x.device)
+    tensors = x, residual, norm_weight, weight, x, out, total, squares
+    _launch_row(tensors, num_columns, size, 0.0, (False, False, False, False, dependent_launch(x.device), True))
+    return out, total, squares
+
+
+def _launch_row(
+    tensors: tuple[torch.Tensor, ...], num_columns: int, size: int, eps: float, flags: tuple[bool, ...]
+) -> None:
+    """Launch the kernel for one row, by its order of tensors and flags; the last but one of these is PDL."""
+    block_n, block_k, num_warps = _row_tile(num_columns, size)
+    launch(
+        _row_kernel,
+        (-(-num_columns // block_n),),
+        *tensors,
+        num_columns,
+        eps,
+        size,
+        block_n,
+        block_k,
+        *flags,
+        num_warps=num_warps,
+        dependent=flags[-2],
+    )
 
 
 @functools.cache
@@ -142,6 +169,7 @@ def _row_kernel(
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     total_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
     num_columns: tl.tensor,
     eps: tl.tensor,
     SIZE: tl.constexpr,
@@ -152,8 +180,12 @@ def _row_kernel(
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
+    ADDS: tl.constexpr,
 ) -> None:
-    """BLOCK_N output columns of the only row, by multiply-adds."""
+    """BLOCK_N output columns of the only row, by multiply-adds.
+
+    ADDS: they are added to those of the residual, and the sum is stored and, times the norm's weight, the result.
+    """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     weight_rows = weight_ptr + columns.to(tl.int64)[:, None] * SIZE
@@ -167,8 +199,12 @@ def _row_kernel(
         up = tl.load(up_rows + inner[None, :], mask=mask, other=0.0)
     if NORM:
         scale = tl.load(norm_weight_ptr + inner, mask=inner < SIZE, other=0.0)
+    if ADDS:
+        next_scale = tl.load(norm_weight_ptr + columns, mask=columns < num_columns, other=0.0)
     if PDL:
         gdc_wait()
+    if ADDS:
+        old = tl.load(residual_ptr + columns, mask=columns < num_columns, other=0.0)
     acc = tl.zeros((BLOCK_N,), dtype=tl.float32)
     acc_up = tl.zeros((BLOCK_N,), dtype=tl.float32)
     squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
@@ -202,6 +238,12 @@ def _row_kernel(
         acc += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
     if GATED:
         acc = acc * tl.sigmoid(acc) * acc_up
+    if ADDS:
+        new = (acc.to(old.dtype).to(tl.float32) + old.to(tl.float32)).to(old.dtype)
+        tl.store(total_ptr + columns, new, mask=columns < num_columns)
+        acc = new.to(tl.float32)
+        tl.store(squares_ptr + tl.program_id(0), tl.sum(acc * acc, axis=0))
+        acc *= next_scale.to(tl.float32)
     tl.store(out_ptr + columns, acc.to(out_ptr.dtype.element_ty), mask=columns < num_columns)
 
 

@@ -1,6 +1,6 @@
 """How a streamed product (streamed_linear.py) is cut: one rule, so that few variants of its kernel serve a model.
 
-The rule follows measurements on one H200 at 2 to 256 rows of Qwen3-0.6B's, Qwen3-8B's and Llama-3.2-1B's products
+The rule follows measurements on one H200 at 1 to 256 rows of Qwen3-0.6B's, Qwen3-8B's and Llama-3.2-1B's products
 (docs/gpu-step.md).
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-MIN_ROWS = 2
-BUCKETS = (8, 16, 32, 64, 128, 192, 256)
+BUCKETS = (1, 8, 16, 32, 64, 128, 192, 256)
 """Numbers of rows that products are cut for."""
 WEIGHT_ROWS = 64
 """Rows of the weight that a group of warps takes, half of them gate's and half up's where there is an activation."""
@@ -31,8 +30,8 @@ _OTHER_BYTES = 1024
 _MANY_GROUPS = 3
 """Of warps: all rows of x are on their way for each tile, so three in one fetch them a third as often."""
 _LEAST_FILLED = 0.95
-_MANY_ROWS, _SOME_ROWS, _FEW_ROWS = 128, 64, 32
-"""Rows of x that a program takes at the most, preferably, and where tiles would be too few."""
+_MANY_ROWS, _SOME_ROWS, _FEW_ROWS, _LEAST_ROWS = 128, 64, 32, 8
+"""Rows of x that a program takes at the most, preferably, where tiles would be too few, and what tensor cores take."""
 MOST_ROWS_OF_PIECES = _SOME_ROWS
 """Rows of x, all in one tile, up to which the inner dimension may be cut."""
 _LEAST_SPREAD = 0.45
@@ -92,7 +91,7 @@ def cut_product(
     tiles = num_tiles(num_columns, gated)
     rows = _rows_of_tile(tiles, bucket, processors)
     pieces = 1
-    if rows == bucket <= MOST_ROWS_OF_PIECES:
+    if bucket <= rows <= MOST_ROWS_OF_PIECES:
         # Programs that wait for each other's sums must all be running: a processor each. Two pieces gain nothing.
         pieces = next((pieces for pieces in (8, 4) if tiles * pieces <= processors), 1)
     large = num_tiles(num_columns, gated, _MANY_GROUPS)
@@ -115,7 +114,7 @@ def _rows_of_tile(tiles: int, bucket: int, processors: int) -> int:
         return tiles * -(-bucket // rows)
 
     if bucket <= _FEW_ROWS:
-        return bucket
+        return max(bucket, _LEAST_ROWS)
     if programs(_SOME_ROWS) > processors:
         # Tiles of 128 rows that are not full are the better ones only where all of them are at work at once.
         full = bucket % _MANY_ROWS == 0

@@ -1,4 +1,4 @@
-"""Matrix products of two to some hundred rows with a large weight on Hopper GPUs, in Gluon.
+"""Matrix products of up to some hundred rows with a large weight on Hopper GPUs, in Gluon.
 
 Such a product is a stream of the weight through the GPU. Here the tensor memory accelerator brings it into a ring of
 tiles in shared memory, which is always on its way: it is asked for before the kernel waits for its input (programmatic
@@ -21,7 +21,6 @@ import torch
 from paceline.kernels.launch import is_hopper, launch, num_processors, shared_memory
 from paceline.kernels.stream_cut import (
     BUCKETS,
-    MIN_ROWS,
     MOST_ROWS_OF_PIECES,
     WEIGHT_ROWS,
     Cut,
@@ -84,9 +83,7 @@ def make_exchange(device: torch.device) -> torch.Tensor:
 
 def stream_of(x: torch.Tensor, streams: Streams) -> Stream | None:
     """The stream for x [T, K]; None where the product is not streamed."""
-    if not x.is_cuda or x.shape[0] < MIN_ROWS:
-        return None
-    bucket = bucket_of(x.shape[0])
+    bucket = bucket_of(x.shape[0]) if x.is_cuda and x.shape[0] > 0 else None
     return None if bucket is None else streams.get(bucket)
 
 

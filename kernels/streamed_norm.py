@@ -38,10 +38,17 @@ def find_scales(
         tiles = gl.arange(0, TILES, layout=gl.SliceLayout(1, layout))
         total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(0, layout))
         gdc_wait()
-        for start in range(0, num_squares, TILES):
-            real = (start + tiles < num_squares)[:, None] & (rows < num_rows)[None, :]
-            places = (start + tiles)[:, None] * num_rows + rows[None, :]
-            total += gl.sum(gl.load(squares_ptr + places, mask=real, other=0.0), axis=0)
+        if num_rows == 1:
+            # By the kernel for few rows there are many, which lie together.
+            places = gl.arange(0, _LOADED_AT_ONCE, layout=gl.BlockedLayout([4], [32], [1], [0]))
+            for start in range(0, num_squares, _LOADED_AT_ONCE):
+                real = start + places < num_squares
+                total += gl.sum(gl.load(squares_ptr + start + places, mask=real, other=0.0), axis=0)
+        else:
+            for start in range(0, num_squares, TILES):
+                real = (start + tiles < num_squares)[:, None] & (rows < num_rows)[None, :]
+                places = (start + tiles)[:, None] * num_rows + rows[None, :]
+                total += gl.sum(gl.load(squares_ptr + places, mask=real, other=0.0), axis=0)
         scales.store(gl.rsqrt(total / size + eps))
         mbarrier.arrive(ready)
 

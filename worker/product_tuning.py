@@ -57,11 +57,10 @@ class ProductTuner:
         return [name for name, choice in self._choices.items() if self._buckets(name) - choice.keys()]
 
     def launch_all(self) -> None:
-        """Launch both ways of the unknown products once: within `compile_only`, to compile them."""
+        """Launch all ways of the unknown products once: within `compile_only`, to compile them."""
         for name in self.unknown:
             for bucket in sorted(self._buckets(name)):
-                for streamed in (True, False):
-                    way = [streamed and bucket in streams for streams in self._streams[name]]
+                for way in self._ways_of(name, bucket):
                     self._seconds(name, self._groups[name][:1], bucket, way, _launch)
 
     def ways(self) -> Iterator[None]:
@@ -89,7 +88,7 @@ class ProductTuner:
             groups = _more_than_cached(self._groups[name])
             choice = {}
             for bucket in sorted(self._buckets(name)):
-                ways = product(*((False, True) if bucket in streams else (False,) for streams in self._streams[name]))
+                ways = self._ways_of(name, bucket)
                 times = {way: self._seconds(name, groups, bucket, way, seconds) for way in ways}
                 choice[bucket] = min(times, key=times.__getitem__)
             self._choices[name] = choice
@@ -108,6 +107,10 @@ class ProductTuner:
     def _buckets(self, name: str) -> set[int]:
         """The numbers of rows at which any product of a group can be streamed."""
         return {bucket for streams in self._streams[name] for bucket in streams}
+
+    def _ways_of(self, name: str, bucket: int) -> Iterator[tuple[bool, ...]]:
+        """Of which products of a group may be streamed at a number of rows, all choices."""
+        return product(*((False, True) if bucket in streams else (False,) for streams in self._streams[name]))
 
     def _seconds(self, name: str, groups: Sequence[Group], bucket: int, way: Sequence[bool], seconds: Measure) -> float:
         """How long some layers' products of a group take one after the other, of which way says which are streamed."""

@@ -186,7 +186,7 @@ def call_streamed(columns: int, size: int, gated: bool) -> None:
     weight = tensor(2 * columns if gated else columns, size)
     exchange = make_exchange(weight.device)
     for bucket, cut in cuts_of(weight, gated=gated).items():
-        streamed_linear(tensor(bucket - 1, size), weight, Stream(cut, exchange), gated=gated)
+        streamed_linear(tensor(max(bucket - 1, 1), size), weight, Stream(cut, exchange), gated=gated)
 
 
 def streamed_with_bias(columns: int, size: int) -> None:

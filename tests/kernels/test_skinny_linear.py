@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from paceline.kernels import skinny_linear as skinny
 from paceline.kernels.linear import norm_gated_linear, norm_linear
-from paceline.kernels.skinny_linear import MAX_ROWS, skinny_linear
+from paceline.kernels.skinny_linear import MAX_ROWS, skinny_add_linear, skinny_linear
 
 SHAPES = [(64, 16), (40, 576), (33, 1000), (96, 4500)]
 """(columns, inner size): whole tiles and parts of them, one inner block and several."""
@@ -33,6 +33,20 @@ def exact(
         gate, up = product.chunk(2, dim=-1)
         product = functional.silu(gate) * up
     return product
+
+
+@pytest.mark.parametrize(("num_columns", "size"), SHAPES)
+def test_a_row_added_to_its_residual(num_columns: int, size: int, device: torch.device) -> None:
+    x, residual, norm_weight = (
+        torch.randn(1, length).to(torch.bfloat16) for length in (size, num_columns, num_columns)
+    )
+    weight = (torch.randn(num_columns, size) * size**-0.5).to(torch.bfloat16)
+    on_device = [tensor.to(device) for tensor in (x, weight, residual, norm_weight[0])]
+    weighted, total, squares = skinny_add_linear(*on_device)
+    expected = on_device[2] + skinny_linear(*on_device[:2])[0]
+    torch.testing.assert_close(total, expected, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(weighted, total * on_device[3], rtol=2**-7, atol=0)
+    torch.testing.assert_close(squares.sum(), total.float().square().sum())
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 8])

@@ -56,7 +56,7 @@ def test_every_bucket(
     cuts = cuts_of(weight, gated=gated)
     assert list(cuts) == list(BUCKETS)
     for bucket, cut in cuts.items():
-        for num_rows in (1, bucket // 2 + 3, bucket - 1, bucket):
+        for num_rows in sorted({1, min(bucket // 2 + 3, bucket), max(bucket - 1, 1), bucket}):
             x = torch.randn(num_rows, size, device=hopper).to(dtype)
             out = streamed_linear(x, weight, Stream(cut, exchange), bias=bias, gated=gated)
             assert out.dtype == dtype
@@ -68,7 +68,10 @@ def test_every_bucket(
 @pytest.mark.gpu
 @pytest.mark.parametrize("extras", ["", "bias", "gated"])
 @pytest.mark.parametrize("size", [1040, 4176])
-def test_a_norm_between_two_products(size: int, extras: str, hopper: torch.device, exchange: torch.Tensor) -> None:
+@pytest.mark.parametrize("of_one_row", [False, True], ids=["streamed", "a row by the kernel for few"])
+def test_a_norm_between_two_products(
+    of_one_row: bool, size: int, extras: str, hopper: torch.device, exchange: torch.Tensor
+) -> None:
     """Half of it in each: the sum is that of the products apart, bit for bit, and the next product the norm's."""
     gated = extras == "gated"
     weight = (torch.randn(size, 512, device=hopper) * 512**-0.5).to(torch.bfloat16)
@@ -77,7 +80,11 @@ def test_a_norm_between_two_products(size: int, extras: str, hopper: torch.devic
     bias = torch.randn(528, device=hopper).to(torch.bfloat16) if extras == "bias" else None
     streams = {bucket: Stream(cut, exchange) for bucket, cut in cuts_of(weight).items()}
     next_streams = {bucket: Stream(cut, exchange) for bucket, cut in cuts_of(next_weight, gated=gated).items()}
-    for num_rows in (2, *(rows for bucket in BUCKETS for rows in (bucket // 2 + 3, bucket))):
+    if of_one_row:
+        del streams[1]
+    for num_rows in (
+        [1] if of_one_row else sorted({1, 2, *(rows for bucket in BUCKETS[1:] for rows in (bucket // 2 + 3, bucket))})
+    ):
         x = torch.randn(num_rows, 512, device=hopper).to(torch.bfloat16)
         residual = (torch.randn(num_rows, size, device=hopper) * 8).to(torch.bfloat16)
         deferred, nothing = add_linear(
@@ -179,7 +186,7 @@ def test_rows_take_their_bucket_s_stream_before_any_other_way(hopper: torch.devi
     streams = {bucket: Stream(cut, exchange) for bucket, cut in cuts_of(weight).items()}
     gated = {bucket: Stream(cut, exchange) for bucket, cut in cuts_of(weight, gated=True).items()}
     norm = (None, norm_weight, 1e-6, weight)
-    for num_rows, bucket in ((1, None), (2, 8), (8, 8), (9, 16), (100, 128), (129, 192), (193, 256), (257, None)):
+    for num_rows, bucket in ((1, 1), (2, 8), (8, 8), (9, 16), (100, 128), (129, 192), (193, 256), (257, None)):
         x = torch.randn(num_rows, 256, device=hopper).to(torch.bfloat16)
         stream = None if bucket is None else streams[bucket]
         assert stream_of(x, streams) is stream
@@ -188,9 +195,6 @@ def test_rows_take_their_bucket_s_stream_before_any_other_way(hopper: torch.devi
             expected, expected_of_norm = streamed_linear(x, weight, stream), streamed_linear(normed, weight, stream)
             expected_gated = streamed_linear(normed, weight, gated[bucket], gated=True)
             assert torch.equal(norm_gated_linear(x, *norm, streams=gated)[0], expected_gated)
-        elif num_rows == 1:
-            expected = skinny_linear(x, weight)[0]
-            expected_of_norm = skinny_linear(x, weight, norm_weight=norm_weight, eps=1e-6)[0]
         else:
             expected, expected_of_norm = functional.linear(x, weight), functional.linear(normed, weight)
         assert torch.equal(linear(x, weight, streams=streams), expected)
