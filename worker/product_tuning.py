@@ -13,6 +13,7 @@ from itertools import product
 import torch
 
 from paceline.kernels.linear import Addend, linear
+from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.streamed_linear import NO_STREAMS, Stream, Streams, cuts_of, make_exchange
 from paceline.model.decoder import CausalLM, DecoderLayer
 from paceline.model.embedding import ParallelLMHead
@@ -125,6 +126,7 @@ class ProductTuner:
             torch.randn((bucket, size), dtype=weights[0].dtype, device=weights[0].device)
             for size in (weights[0].shape[1], weights[-1].shape[1])
         )
+        ones = torch.ones_like(x[0])
 
         def launches() -> None:
             for group in groups:
@@ -132,10 +134,14 @@ class ProductTuner:
                 total: torch.Tensor | None = residual
                 if len(group) == 2:
                     first, following = group[0], NextNorm(self._norm, group[1].streams)
+                    inputs = x
+                    if isinstance(group[1], GatedColumnParallelLinear):
+                        # In the place of attention, beside which there is room for the weights of what comes next.
+                        inputs = rms_norm(x, ones, self._norm.eps)
                     if first.adds:
-                        addend, total = first.add(x, residual, following)
+                        addend, total = first.add(inputs, residual, following)
                     else:
-                        addend = linear(x, first.weight, streams=first.streams)
+                        addend = linear(inputs, first.weight, streams=first.streams)
                 group[-1](self._norm, addend, total)
 
         return seconds(launches)
