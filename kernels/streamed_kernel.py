@@ -118,12 +118,11 @@ def _multiply(
     tiles, xs, full, empty = ring
     piece_len, num_items, first_row = sizes
     bias_ptr, exchange_ptr, out_ptr, num_rows, num_columns, second_half = results
+    scales, scaled, num_squares = norm
+    residual_ptr, norm_weight_ptr, total_ptr, squares_ptr, adds = stream
     STAGES: gl.constexpr = xs.shape[0]
     ROWS: gl.constexpr = xs.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    done = gl.to_tensor(0)
-    scales, scaled, num_squares = norm
-    residual_ptr, norm_weight_ptr, total_ptr, squares_ptr, adds = stream
     # Where the result may be added to the residual stream.
     ADDS: gl.constexpr = GROUPS == 1 and not GATED and not BIAS
     PLACES: gl.constexpr = ROWS // PIECES
@@ -134,14 +133,11 @@ def _multiply(
     total_ptr += first_place
     if ADDS:
         gdc_wait()
+    done = gl.to_tensor(0)
     for current in range(gl.program_id(1), num_items, gl.num_programs(1)):
         piece = current % PIECES
         tile = current // PIECES * GROUPS + INDEX
-        # fmt: off
-        rows, columns = places_of(
-            RESULTS, piece * PLACES, tile * COLUMNS, second_half, PLACES, COLUMNS, ROWS
-        )
-        # fmt: on
+        rows, columns = places_of(RESULTS, piece * PLACES, tile * COLUMNS, second_half, PLACES, COLUMNS, ROWS)
         row_is_real = first_row + rows < num_rows
         real = row_is_real[:, None] & (columns < num_columns)[None, :]
         places = rows[:, None] * num_columns + columns[None, :]
@@ -169,9 +165,7 @@ def _multiply(
         if ADDS:  # noqa: SIM102  Known when this is compiled, unlike the next.
             if adds > 0:
                 squares = squares_ptr + tile * num_rows + first_row + rows
-                result = add_to_stream(
-                    result, residual, norm_weight, total_ptr + places, squares, real, row_is_real
-                )  # fmt: skip
+                result = add_to_stream(result, residual, norm_weight, total_ptr + places, squares, real, row_is_real)
         gl.store(out_ptr + places, result.to(out_ptr.dtype.element_ty), mask=real)
 
 
