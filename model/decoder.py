@@ -22,19 +22,16 @@ from paceline.model.communicator import Communicator
 from paceline.model.config import ModelConfig
 from paceline.model.context import StepContext
 from paceline.model.embedding import ParallelLMHead, VocabParallelEmbedding
-from paceline.model.linear import (
-    GatedColumnParallelLinear,
-    MergedColumnParallelLinear,
-    NextNorm,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from paceline.model.linear import GatedColumnParallelLinear, NextNorm, QKVParallelLinear, RowParallelLinear
 from paceline.model.norm import RMSNorm
 from paceline.model.rope import check_max_model_len, cos_sin_table
 from paceline.model.shard_plan import ShardPlan
 
 Hidden = tuple[torch.Tensor, torch.Tensor | None]
 """Two parts of the residual stream after the last layer, [N, hidden_size] each; None counts as zero."""
+
+
+Products = tuple[RowParallelLinear, GatedColumnParallelLinear, RowParallelLinear, QKVParallelLinear]
 
 
 class Attention(nn.Module):
@@ -140,10 +137,9 @@ class DecoderLayer(nn.Module):
         return NextNorm(self.input_layernorm, self.self_attn.qkv_proj.streams)
 
     @property
-    def around_norms(self) -> tuple[tuple[RowParallelLinear, MergedColumnParallelLinear], ...]:
-        """The products before and after each norm; those of the layer's entry come from the layer before."""
-        mlp, attention = self.mlp, self.self_attn
-        return (attention.o_proj, mlp.gate_up_proj), (mlp.down_proj, attention.qkv_proj)
+    def products(self) -> Products:
+        """In the order of a step, from attention's result on; the last is the first of the next layer there."""
+        return self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj, self.self_attn.qkv_proj
 
     def forward(
         self,

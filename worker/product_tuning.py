@@ -1,8 +1,9 @@
 """Choosing the faster way of each matrix product at each number of rows: streamed, or as it is without that.
 
 Measured on the model's own weights, layer after layer, as a step runs them: so the L2 cache holds no weight of the
-next layer, and what a kernel gains by starting early is counted, as is what the other way computes along with it. Two
-products with a norm between them are measured together, since of two that are streamed the norm is a part.
+next layer, and what a kernel gains by starting early is counted, as is what the other way computes along with it. The
+products of a layer are measured together, in all ways: of a norm between two that are streamed both do a part, and
+what a kernel gains by starting early depends on the one before it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from paceline.kernels.linear import Addend, linear
 from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.streamed_linear import NO_STREAMS, Stream, Streams, cuts_of, make_exchange
-from paceline.model.decoder import CausalLM, DecoderLayer
+from paceline.model.decoder import CausalLM, DecoderLayer, Products
 from paceline.model.embedding import ParallelLMHead
 from paceline.model.linear import (
     GatedColumnParallelLinear,
@@ -26,8 +27,8 @@ from paceline.model.linear import (
 from paceline.worker.tuning_cache import TuningCache
 
 Layer = MergedColumnParallelLinear | RowParallelLinear | ParallelLMHead
-Group = tuple[RowParallelLinear, MergedColumnParallelLinear] | tuple[ParallelLMHead]
-"""What is measured together: the products before and after a norm, or one after a norm."""
+Group = Products | tuple[ParallelLMHead]
+"""What is measured together."""
 Measure = Callable[[Callable[[], None]], float]
 """Seconds that the launches of a function take."""
 
@@ -44,8 +45,8 @@ class ProductTuner:
         self._cache = cache
         self._groups: dict[str, list[Group]] = {}
         for layer in model.modules():
-            for group in layer.around_norms if isinstance(layer, DecoderLayer) else ():
-                self._groups.setdefault(_name(group), []).append(group)
+            if isinstance(layer, DecoderLayer):
+                self._groups.setdefault(_name(layer.products), []).append(layer.products)
         self._groups[_name((model.lm_head,))] = [(model.lm_head,)]
         self._streams = _streams_of(self._groups)
         self._choices = {
@@ -130,21 +131,30 @@ class ProductTuner:
 
         def launches() -> None:
             for group in groups:
-                addend: Addend = x
-                total: torch.Tensor | None = residual
-                if len(group) == 2:
-                    first, following = group[0], NextNorm(self._norm, group[1].streams)
-                    inputs = x
-                    if isinstance(group[1], GatedColumnParallelLinear):
-                        # In the place of attention, beside which there is room for the weights of what comes next.
-                        inputs = rms_norm(x, ones, self._norm.eps)
-                    if first.adds:
-                        addend, total = first.add(inputs, residual, following)
-                    else:
-                        addend = linear(inputs, first.weight, streams=first.streams)
-                group[-1](self._norm, addend, total)
+                if len(group) == 1:
+                    group[0](self._norm, x, residual)
+                else:
+                    self._launch_layer(group, x, residual, ones)
 
         return seconds(launches)
+
+    def _launch_layer(self, products: Products, x: torch.Tensor, residual: torch.Tensor, ones: torch.Tensor) -> None:
+        """Launch what a step launches from attention's result x on to the next layer's queries, keys and values."""
+        output, gate_up, down, heads = products
+        # In the place of attention, beside which there is room for the weights of what comes next.
+        attended = rms_norm(x, ones, self._norm.eps)
+        hidden, total = self._add(output, attended, residual, gate_up)
+        gated, residual = gate_up(self._norm, hidden, total)
+        hidden, total = self._add(down, gated, residual, heads)
+        heads(self._norm, hidden, total)
+
+    def _add(
+        self, layer: RowParallelLinear, x: torch.Tensor, residual: torch.Tensor, following: MergedColumnParallelLinear
+    ) -> tuple[Addend, torch.Tensor | None]:
+        """As the layer does it, but without a sum over ranks."""
+        if layer.adds:
+            return layer.add(x, residual, NextNorm(self._norm, following.streams))
+        return linear(x, layer.weight, streams=layer.streams), residual
 
 
 def _streams_of(groups: Mapping[str, Sequence[Group]]) -> dict[str, tuple[Streams, ...]]:
