@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,7 @@ from paceline.coordinator.errors import InputError
 from paceline.coordinator.sampling_params import SamplingParams
 from paceline.launcher.engine import ChoiceUpdate, make_config, start_engine
 from paceline.launcher.outputs import CompletionOutput, RequestOutput, StreamChunk
+from paceline.launcher.sampling_defaults import read_sampling_defaults
 from paceline.launcher.tokenizer import Message
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "StreamChunk"]
@@ -72,7 +74,7 @@ class LLM:
 
         Args:
             prompts: one prompt or several.
-            sampling_params: one for all, or one a prompt.
+            sampling_params: one for all, or one a prompt; by default what `get_default_sampling_params` gives.
             use_tqdm: show a progress bar with tokens per second where the work takes more than a second.
 
         Raises:
@@ -106,6 +108,13 @@ class LLM:
         texts, ids = self._encode(_as_list(prompts))
         with self._exclusively():
             return AnswerStream(self, self._add(texts, ids, sampling_params))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with what the model's generation_config.json says of sampling, as in vLLM.
+
+        Raises InputError, which names the file and the field, for a value that cannot be.
+        """
+        return SamplingParams(**read_sampling_defaults(Path(self.engine.config.model)))
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
@@ -156,7 +165,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
         """Queue all prompts or, where one is refused, none. Within _exclusively."""
-        per_prompt = _one_each(SamplingParams() if params is None else params, len(ids))
+        per_prompt = _one_each(self.get_default_sampling_params() if params is None else params, len(ids))
         outputs: list[RequestOutput] = []
         try:
             for index, (text, token_ids, each) in enumerate(zip(texts, ids, per_prompt, strict=True)):

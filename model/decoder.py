@@ -30,8 +30,8 @@ from paceline.model.shard_plan import ShardPlan
 Hidden = tuple[torch.Tensor, torch.Tensor | None]
 """Two parts of the residual stream after the last layer, [N, hidden_size] each; None counts as zero."""
 
-
 Products = tuple[RowParallelLinear, GatedColumnParallelLinear, RowParallelLinear, QKVParallelLinear]
+"""A layer's matrix products."""
 
 
 class Attention(nn.Module):

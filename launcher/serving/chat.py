@@ -36,7 +36,7 @@ def chat_routes(door: Door) -> APIRouter:
         info = door.ready_engine()
         record = record_of(request)
         door.check_model(body.model, record)
-        params = chat_sampling(body, info, door.tokenizer.backend is not None)
+        params = chat_sampling(body, info, door.tokenizer.backend is not None, door.settings.sampling_defaults)
         functions = [tool.function for tool in body.tools or ()]
         choice = body.tool_choice.function if isinstance(body.tool_choice, NamedTool) else body.tool_choice
         use = read_tools(functions, choice, body.parallel_tool_calls, door.dialect)

@@ -34,7 +34,7 @@ def completion_routes(door: Door) -> APIRouter:
         info = door.ready_engine()
         record = record_of(request)
         door.check_model(body.model, record)
-        params = completion_sampling(body, info, door.tokenizer.backend is not None)
+        params = completion_sampling(body, info, door.tokenizer.backend is not None, door.settings.sampling_defaults)
         parts = split_prompts(body.prompt)
 
         async def work(outbox: Outbox) -> None:

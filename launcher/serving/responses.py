@@ -38,7 +38,7 @@ def response_routes(door: Door) -> APIRouter:
         info = door.ready_engine()
         record = record_of(request)
         door.check_model(body.model, record)
-        params = responses_sampling(body, info, door.tokenizer.backend is not None)
+        params = responses_sampling(body, info, door.tokenizer.backend is not None, door.settings.sampling_defaults)
         messages = messages_of(body.instructions, body.input)
         use = read_tools(body.tools or (), body.tool_choice, body.parallel_tool_calls, door.dialect, path="tools[{}]")
         effort = None if body.reasoning is None else body.reasoning.effort

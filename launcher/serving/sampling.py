@@ -1,8 +1,12 @@
-"""From a request's fields to SamplingParams, with errors that name the field as the client spelled it."""
+"""From a request's fields to SamplingParams, with errors that name the field as the client spelled it.
+
+What a request leaves open has the server's defaults (ServerSettings.sampling_defaults), or those of SamplingParams.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.coordinator.checks import MAX_INT32, check_integer, shown
@@ -22,8 +26,8 @@ _SAME_NAMES = (
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
-def chat_sampling(body: ChatBody, info: EngineInfo, has_tokenizer: bool) -> SamplingParams:
-    """Sampling rules of a chat request. Raises ApiError (400) naming the field at fault."""
+def chat_sampling(body: ChatBody, info: EngineInfo, has_tokenizer: bool, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Sampling rules of a chat request, with defaults. Raises ApiError (400) naming the field at fault."""
     if body.top_logprobs is not None:
         if not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -34,11 +38,13 @@ def chat_sampling(body: ChatBody, info: EngineInfo, has_tokenizer: bool) -> Samp
     if max_tokens is not None:
         _check(body.max_tokens_param, max_tokens, 1, MAX_INT32)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _answer_sampling(body, info, has_tokenizer, max_tokens, logprobs)
+    return _answer_sampling(body, info, has_tokenizer, defaults, max_tokens, logprobs)
 
 
-def completion_sampling(body: CompletionBody, info: EngineInfo, has_tokenizer: bool) -> SamplingParams:
-    """Sampling rules of a plain completion. Raises ApiError (400) naming the field at fault."""
+def completion_sampling(
+    body: CompletionBody, info: EngineInfo, has_tokenizer: bool, defaults: Mapping[str, Any]
+) -> SamplingParams:
+    """Sampling rules of a plain completion, with defaults. Raises ApiError (400) naming the field at fault."""
     # An echoed prompt is a part of the answer, and has log-probabilities where that has. Where it is the whole of it
     # the engine is asked for them in any case, since it runs no request that asks for nothing.
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
@@ -47,20 +53,23 @@ def completion_sampling(body: CompletionBody, info: EngineInfo, has_tokenizer: b
     echoed = body.logprobs if body.echo else None
     if body.echo and body.max_tokens == 0:
         echoed = body.logprobs or 0
-    return _answer_sampling(body, info, has_tokenizer, body.max_tokens, body.logprobs, echoed)
+    return _answer_sampling(body, info, has_tokenizer, defaults, body.max_tokens, body.logprobs, echoed)
 
 
-def responses_sampling(body: ResponsesBody, info: EngineInfo, has_tokenizer: bool) -> SamplingParams:
-    """Sampling rules of a request to /v1/responses. Raises ApiError (400) naming the field at fault."""
+def responses_sampling(
+    body: ResponsesBody, info: EngineInfo, has_tokenizer: bool, defaults: Mapping[str, Any]
+) -> SamplingParams:
+    """Sampling rules of a request to /v1/responses, with defaults. Raises ApiError (400) naming the field at fault."""
     if body.max_output_tokens is not None:
         _check("max_output_tokens", body.max_output_tokens, 1, MAX_INT32)
-    return _sampling(body, info, has_tokenizer, max_tokens=body.max_output_tokens)
+    return _sampling(body, info, has_tokenizer, defaults, max_tokens=body.max_output_tokens)
 
 
 def _answer_sampling(
     body: AnswerBody,
     info: EngineInfo,
     has_tokenizer: bool,
+    defaults: Mapping[str, Any],
     max_tokens: int | None,
     logprobs: int | None,
     echoed_logprobs: int | None = None,
@@ -76,6 +85,7 @@ def _answer_sampling(
         body,
         info,
         has_tokenizer,
+        defaults,
         n=1 if body.n is None else body.n,
         max_tokens=max_tokens,
         logprobs=logprobs,
@@ -83,8 +93,11 @@ def _answer_sampling(
     )
 
 
-def _sampling(body: SamplingBody, info: EngineInfo, has_tokenizer: bool, **values: Any) -> SamplingParams:
+def _sampling(
+    body: SamplingBody, info: EngineInfo, has_tokenizer: bool, defaults: Mapping[str, Any], **values: Any
+) -> SamplingParams:
     """values: the rules that the endpoints' bodies do not have in common."""
+    values |= defaults
     values |= {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
     form = requested_grammar(body)
     if form is not None and not has_tokenizer:

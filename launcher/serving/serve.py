@@ -24,6 +24,7 @@ from paceline.launcher.default_model import MODEL_NAME
 from paceline.launcher.dialects.dialect import REASONING_PARSERS, TOOL_PARSERS
 from paceline.launcher.json_log import log_as_json, log_event
 from paceline.launcher.options import ENGINE_FLAGS, add_engine_options, engine_settings, errors_name_options
+from paceline.launcher.sampling_defaults import read_sampling_defaults
 from paceline.launcher.serving.children import DRAIN_SECONDS, Child, Endpoint, die_with_parent, give_drain_receipt
 from paceline.launcher.termination import ending_in_order, signals_held
 
@@ -113,6 +114,13 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         choices=REASONING_PARSERS,
         help="how it marks its reasoning (default: as its template says)",
     )
+    group.add_argument(
+        "--sampling-defaults",
+        choices=("model", "openai"),
+        default="model",
+        help="what holds where a request names no temperature, top_p, top_k, min_p or repetition_penalty: the model's "
+        "generation_config.json, then OpenAI's, or OpenAI's alone (default model)",
+    )
     group.add_argument("--log-prompts", action="store_true", help="have prompts in the log")
     add_engine_options(parser, model_option=False)
     parser.set_defaults(run=run)
@@ -159,6 +167,8 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
         except ImportError as error:
             raise InputError(f"--otlp-endpoint needs {error.name}; install paceline[trace]") from error
     folder = resolve_checkpoint(arguments.model)
+    if arguments.sampling_defaults == "model":
+        server = dataclasses.replace(server, sampling_defaults=read_sampling_defaults(folder))
     with contextlib.ExitStack() as stack:
         stack.enter_context(ending_in_order())  # until the supervisor looks after signals
         with signals_held():  # what is made in the file system is not there before the stack knows of it
@@ -193,7 +203,8 @@ def _serve(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
         def greet() -> None:
             print(f"paceline: serving {server.model_names[0]} at {url}", flush=True)
-            log_event(LOGGER, "ready", url=url, model=server.model_names[0], **dataclasses.asdict(engine.limits))
+            facts = dataclasses.asdict(engine.limits) | {"sampling_defaults": server.sampling_defaults}
+            log_event(LOGGER, "ready", url=url, model=server.model_names[0], **facts)
 
         supervisor = Supervisor(loop, front, endpoint, arguments.drain_timeout, greet)
         try:

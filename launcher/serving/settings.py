@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.coordinator.checks import check_integer, check_number, check_switch, shown
 from paceline.coordinator.errors import InputError
+from paceline.coordinator.sampling_params import SamplingParams
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([^\s/?#@:\[\]\\]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 """As browsers write it, who compare it letter by letter: neither a path nor a slash at the end."""
@@ -39,6 +42,8 @@ class ServerSettings:
     """How the model writes calls of tools, a name of TOOL_PARSERS; None finds it out from the chat template."""
     reasoning_parser: str | None = None
     """How the model writes its reasoning, a name of REASONING_PARSERS; None finds it out."""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of SamplingParams that hold where a request says nothing, in the place of the class's own."""
 
     def __post_init__(self) -> None:
         for name in ("model_names", "api_keys", "cors_origins", "allowed_hosts"):
@@ -60,6 +65,7 @@ class ServerSettings:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise InputError(f"cors_origins must be like https://host, http://host:port or *, got {shown(origin)}")
         check_switch("log_prompts", self.log_prompts)
+        SamplingParams(**self.sampling_defaults)
 
 
 def _check_url(name: str, url: object) -> None:

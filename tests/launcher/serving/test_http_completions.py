@@ -125,6 +125,23 @@ async def test_long_and_short_texts_tokenised_side_by_side_keep_apart(served: An
     assert [answer.json()["tokens"] for answer in answers] == [served.ids(text) for text in texts]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_what_a_request_leaves_open_has_the_server_s_defaults(path: str, serve: Any) -> None:
+    served = serve(sampling_defaults={"temperature": 0.6, "top_k": 20})
+    prompt = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+    body = prompt.get(path, {"messages": [{"role": "user", "content": "x"}]})
+    async with served.http() as client:
+        for rules in ({}, {"temperature": None, "top_p": 0.5}, {"temperature": 0}, {"top_k": -1}):
+            assert (await client.post(path, json={"model": "smol", **body, **rules})).status_code == 200
+    params = [params for _, _, params, _, _ in served.engine.submitted]
+    assert [(each.temperature, each.top_k, each.top_p) for each in params] == [
+        (0.6, 20, 1.0),
+        (0.6, 20, 0.5),
+        (0, 20, 1.0),
+        (0.6, -1, 1.0),
+    ]
+
+
 async def test_models_are_listed_by_all_their_names(served: Any) -> None:
     models = [model async for model in served.openai().models.list()]
     assert [model.id for model in models] == ["smol", "alias"]
