@@ -10,9 +10,7 @@ from typing import Any
 
 from paceline.coordinator.errors import InputError
 from paceline.coordinator.sampling_params import SamplingParams
-from paceline.model.config import GENERATION_CONFIG
-from paceline.model.errors import ModelConfigError
-from paceline.model.json_fields import read_json_object
+from paceline.worker.json_files import read_json
 
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -23,15 +21,13 @@ def read_sampling_defaults(folder: Path) -> dict[str, Any]:
     None where there is no file, or where it says that nothing is sampled, whatever else it says. Raises InputError,
     which names the file and the field, for a value that no request could have.
     """
-    path = folder / GENERATION_CONFIG
+    path = folder / "generation_config.json"
+    config = read_json(path) if path.exists() else {}
+    if config.get("do_sample") is False:
+        return {}
+    defaults = {name: config[name] for name in _FIELDS if config.get(name) is not None}
     try:
-        config = read_json_object(path) if path.exists() else {}
-        if config.get("do_sample") is False:
-            return {}
-        defaults = {name: config[name] for name in _FIELDS if config.get(name) is not None}
         SamplingParams(**defaults)
-    except ModelConfigError as error:
-        raise InputError(str(error)) from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     return defaults

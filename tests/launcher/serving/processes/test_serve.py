@@ -195,25 +195,6 @@ def test_ctrl_c_ends_an_idle_server(serve: Callable[..., Any]) -> None:
     assert (server.log[-1]["event"], server.log[-1]["cut_answers"]) == ("stopped", 0)
 
 
-def test_what_a_request_leaves_open_is_as_the_model_s_makers_have_it(
-    serve: Callable[..., Any], own_tiny: Callable[..., Any]
-) -> None:
-    folder = own_tiny().folder
-    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 1}')
-    server = serve(model=str(folder)).wait_ready()
-
-    def tokens(**fields: Any) -> list[str]:
-        found: list[str] = server.complete(logprobs=0, ignore_eos=True, **fields)["choices"][0]["logprobs"]["tokens"]
-        return found
-
-    assert len(tokens()) == 8
-    assert tokens(temperature=None) == tokens()
-    server.process.send_signal(signal.SIGINT)
-    assert server.end() == (0, "")
-    (ready,) = [line for line in server.log if line["event"] == "ready"]
-    assert ready["sampling_defaults"] == {"temperature": 0.6, "top_k": 1}
-
-
 def test_requests_that_take_too_long_are_cut_off(serve: Callable[..., Any]) -> None:
     server = serve("--drain-timeout", "1").wait_ready()
     with concurrent.futures.ThreadPoolExecutor() as pool:
