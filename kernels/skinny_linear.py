@@ -184,7 +184,8 @@ def _row_kernel(
 ) -> None:
     """BLOCK_N output columns of the only row, by multiply-adds.
 
-    ADDS: they are added to those of the residual, and the sum is stored and, times the norm's weight, the result.
+    ADDS: they are added to those of the residual. The sum is stored, of its squares the sum, and as the result the sum
+    times the norm's weight.
     """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)

@@ -25,8 +25,8 @@ With few rows and pieces half is enough, for each program has little to fetch, a
 programs.
 """
 _LEAST_STAGES = 3
-_OTHER_BYTES = 1024
-"""Of shared memory, beside the ring of tiles, for barriers."""
+_OTHER_BYTES = 4096
+"""Of shared memory, beside the ring of tiles, for barriers, scales and sums over warps."""
 _MANY_GROUPS = 3
 """Of warps: all rows of x are on their way for each tile, so three in one fetch them a third as often."""
 _LEAST_FILLED = 0.95

@@ -2,7 +2,8 @@
 
 One warp of a program does nothing but keep the tensor memory accelerator busy: it is as far ahead of the others as the
 ring of tiles in shared memory has room, also over the end of a tile of columns. Each group of four warps multiplies 64
-rows of the weight, of those that are on their way together, by all rows of x.
+rows of the weight, of those that are on their way together, by all rows of x. One more warp finds the scales of x's
+rows, where it lacks them (streamed_norm.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paceline.kernels.streamed_rows import first_row_of, half_of
 _WEIGHT_ROWS = gl.constexpr(WEIGHT_ROWS)
 _TURNS = gl.constexpr(WEIGHT_ROWS // (2 * TURN.value))
 _GROUP_REGISTERS = gl.constexpr(152)
-_LOADER_REGISTERS = gl.constexpr(56)
+_WARP_REGISTERS = gl.constexpr(56)
 
 
 @gluon.jit
@@ -123,15 +124,14 @@ def _multiply(
     STAGES: gl.constexpr = xs.shape[0]
     ROWS: gl.constexpr = xs.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    # Where the result may be added to the residual stream.
-    ADDS: gl.constexpr = GROUPS == 1 and not GATED and not BIAS
+    MAY_ADD: gl.constexpr = GROUPS == 1 and not GATED and not BIAS
     PLACES: gl.constexpr = ROWS // PIECES
     RESULTS: gl.constexpr = layout_of_share(PLACES, COLUMNS) if PIECES > 1 else layout_of_results(ROWS, GATED)
     first_place = first_row.to(gl.int64) * num_columns
     out_ptr += first_place
     residual_ptr += first_place
     total_ptr += first_place
-    if ADDS:
+    if MAY_ADD:
         gdc_wait()
     done = gl.to_tensor(0)
     for current in range(gl.program_id(1), num_items, gl.num_programs(1)):
@@ -141,7 +141,7 @@ def _multiply(
         row_is_real = first_row + rows < num_rows
         real = row_is_real[:, None] & (columns < num_columns)[None, :]
         places = rows[:, None] * num_columns + columns[None, :]
-        if ADDS:  # On their way while the products are computed.
+        if MAY_ADD:  # On their way while the products are computed.
             residual = gl.load(residual_ptr + places, mask=real & (adds > 0), other=0.0)
             norm_weight = gl.load(norm_weight_ptr + columns, mask=(columns < num_columns) & (adds > 0), other=1.0)
         sums = gl.zeros([_WEIGHT_ROWS, ROWS], gl.float32, layout=layout)
@@ -160,9 +160,9 @@ def _multiply(
         values = unfold(sums, GATED)
         if PIECES > 1:
             area_ptr = exchange_ptr + tile * (PIECES * ROWS * _WEIGHT_ROWS)
-            values = exchange_sums(values, area_ptr, piece, num_rows - first_row, second_half, PIECES)
+            values = exchange_sums(values, area_ptr, piece, num_rows, second_half, PIECES)
         result = finish(values, bias_ptr, columns, num_columns, BIAS)
-        if ADDS:  # noqa: SIM102  Known when this is compiled, unlike the next.
+        if MAY_ADD:  # noqa: SIM102  Known when this is compiled, unlike the next.
             if adds > 0:
                 squares = squares_ptr + tile * num_rows + first_row + rows
                 result = add_to_stream(result, residual, norm_weight, total_ptr + places, squares, real, row_is_real)
@@ -234,7 +234,7 @@ def streamed_kernel(
                 (find_scales, (squares, scales, scaled, sizes[2], num_rows, second_half)),
             ],
             [1, 1],
-            [_LOADER_REGISTERS, _LOADER_REGISTERS],
+            [_WARP_REGISTERS, _WARP_REGISTERS],
         )
     else:
         gl.static_assert(GROUPS == 3)
@@ -247,5 +247,5 @@ def streamed_kernel(
                 (find_scales, (squares, scales, scaled, sizes[2], num_rows, second_half)),
             ],
             [4, 4, 1, 1],
-            [_GROUP_REGISTERS, _GROUP_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
+            [_GROUP_REGISTERS, _GROUP_REGISTERS, _WARP_REGISTERS, _WARP_REGISTERS],
         )

@@ -20,7 +20,8 @@ _LEAST_HALF = 8
 def describe_rows(x: torch.Tensor, rows: int, inner: int) -> tuple[TensorDescriptor, int]:
     """Describe x [T, K] as [halves, rows, K] for tiles of so many rows, and where in x a tile's second half begins.
 
-    That is counted from where the first begins. With half a tile's rows or fewer there is no second half.
+    That is counted from where the first begins. With half a tile's rows or fewer there is no second half. Tiles of 8
+    rows are not halved, and are for no more rows than that.
     """
     num_rows, size = x.shape
     half = half_of(rows)

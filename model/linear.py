@@ -106,7 +106,10 @@ class RowParallelLinear(nn.Module):
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, following: NextNorm | None
     ) -> tuple[Addend, torch.Tensor | None]:
-        """(this layer's result, residual), of whose sum [T, out_features] comes a norm next, if any does."""
+        """(this layer's result, residual), of whose sum [T, out_features] comes a norm next, if any does.
+
+        Or their sum already, with a part of that norm (`add_linear`).
+        """
         if following is None or not self.adds:
             return self(x), residual
         norm, streams = following.norm, following.streams

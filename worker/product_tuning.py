@@ -8,7 +8,7 @@ what a kernel gains by starting early depends on the one before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
 import torch
@@ -55,7 +55,7 @@ class ProductTuner:
 
     @property
     def unknown(self) -> list[str]:
-        """The products of which not everything is known; none on a GPU that streams nothing."""
+        """The names of what is measured together, of which not everything is known; none where nothing is streamed."""
         return [name for name, choice in self._choices.items() if self._buckets(name) - choice.keys()]
 
     def launch_all(self) -> None:
@@ -68,15 +68,14 @@ class ProductTuner:
     def ways(self) -> Iterator[None]:
         """The layers' streams in turn so that steps of each turn together launch what steps of any choice launch.
 
-        Where all is known that is the choice alone; else all products are streamed wherever they can be, then nowhere.
+        What is known is as chosen. The rest is streamed wherever it can be, then nowhere; `launch_all` has what lies
+        between.
         """
-        if not self.unknown:
-            self.apply()
-            yield
-            return
-        for streamed in (True, False):
-            for name, groups in self._groups.items():
-                for group in groups:
+        unknown = self.unknown
+        self.apply(set(self._choices) - set(unknown))
+        for streamed in (True, False) if unknown else (True,):
+            for name in unknown:
+                for group in self._groups[name]:
                     _stream(group, self._streams[name] if streamed else (NO_STREAMS,) * len(group))
             yield
 
@@ -96,11 +95,11 @@ class ProductTuner:
             self._choices[name] = choice
             self._cache.write(name, choice)
 
-    def apply(self) -> None:
-        """Give every layer the streams that are the faster way."""
-        for name, choice in self._choices.items():
+    def apply(self, names: Iterable[str] | None = None) -> None:
+        """Give every layer the streams that are the faster way; names: those of these alone."""
+        for name in self._choices if names is None else names:
             chosen = [
-                {bucket: stream for bucket, stream in streams.items() if choice[bucket][member]}
+                {bucket: stream for bucket, stream in streams.items() if self._choices[name][bucket][member]}
                 for member, streams in enumerate(self._streams[name])
             ]
             for group in self._groups[name]:

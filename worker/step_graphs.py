@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from paceline.kernels.stream_cut import BUCKETS
 from paceline.worker.batch_state import BatchState, StepShape
 
 Result = TypeVar("Result")
@@ -59,7 +60,10 @@ class GraphShapes:
         return sorted(shapes, key=lambda shape: (shape.num_rows, shape.num_tokens), reverse=True)
 
     def typical(self) -> list[StepShape]:
-        """A few of them that together launch every variant of a kernel: powers of two, the smallest and the largest."""
+        """A few of them that together launch every variant of a kernel.
+
+        Those are the powers of two, the buckets of streamed products, the smallest and the largest.
+        """
         ends: set[StepShape] = set()
         for rows in self._rows_with_prompts:
             of_rows = [shape for shape in self.all() if shape.has_prefills and shape.num_rows == rows]
@@ -67,10 +71,10 @@ class GraphShapes:
         return [shape for shape in self.all() if shape in ends or self._is_typical(shape)]
 
     def _is_typical(self, shape: StepShape) -> bool:
-        power_of_two = shape.num_tokens.bit_count() == 1
+        in_line = shape.num_tokens.bit_count() == 1 or shape.num_tokens in BUCKETS
         if shape.has_prefills:
-            return power_of_two and shape.num_rows == self._rows_with_prompts[0]
-        return power_of_two or shape.num_rows == self._rows[-1]
+            return in_line and shape.num_rows == self._rows_with_prompts[0]
+        return in_line or shape.num_rows == self._rows[-1]
 
 
 class StepGraphs(Generic[Result]):

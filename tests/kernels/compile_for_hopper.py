@@ -28,7 +28,7 @@ from paceline.kernels.prepare_inputs import prepare_inputs
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm
 from paceline.kernels.rotary_and_store import HeadPlaces, rotary_and_store
 from paceline.kernels.silu_and_mul import silu_and_mul
-from paceline.kernels.skinny_linear import skinny_linear
+from paceline.kernels.skinny_linear import skinny_add_linear, skinny_linear
 from paceline.kernels.store_runs import store_runs
 from paceline.kernels.streamed_linear import Stream, cuts_of, make_exchange, streamed_linear
 from paceline.kernels.tiled_linear import heads_tiling, tiled_gated_linear, tiled_heads_linear
@@ -115,6 +115,7 @@ def call_all() -> None:
     for num_rows in (1, 4):
         for columns, size, with_norm, gated in LINEAR:
             call_linear(num_rows, columns, size, with_norm, gated)
+    skinny_add_linear(tensor(1, 3072), tensor(1024, 3072), tensor(1, 1024), tensor(1024))
     for columns, size, gated in STREAMED:
         call_streamed(columns, size, gated)
     streamed_with_bias(1008, 1000)

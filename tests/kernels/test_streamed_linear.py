@@ -74,7 +74,8 @@ def test_a_norm_between_two_products(
 ) -> None:
     """Half of it in each: the sum is that of the products apart, bit for bit, and the next product the norm's."""
     gated = extras == "gated"
-    weight = (torch.randn(size, 512, device=hopper) * 512**-0.5).to(torch.bfloat16)
+    inner = 4096 if of_one_row else 512  # from where a program has four columns, and so more squares than fit at once
+    weight = (torch.randn(size, inner, device=hopper) * inner**-0.5).to(torch.bfloat16)
     next_weight = (torch.randn(528 * (1 + gated), size, device=hopper) * size**-0.5).to(torch.bfloat16)
     norm_weight = torch.randn(size, device=hopper).to(torch.bfloat16)
     bias = torch.randn(528, device=hopper).to(torch.bfloat16) if extras == "bias" else None
@@ -85,7 +86,7 @@ def test_a_norm_between_two_products(
     for num_rows in (
         [1] if of_one_row else sorted({1, 2, *(rows for bucket in BUCKETS[1:] for rows in (bucket // 2 + 3, bucket))})
     ):
-        x = torch.randn(num_rows, 512, device=hopper).to(torch.bfloat16)
+        x = torch.randn(num_rows, inner, device=hopper).to(torch.bfloat16)
         residual = (torch.randn(num_rows, size, device=hopper) * 8).to(torch.bfloat16)
         deferred, nothing = add_linear(
             x, weight, residual, norm_weight, 1e-6, streams=streams, next_streams=next_streams

@@ -5,7 +5,7 @@ No kernel is compiled: Triton asks a hook first, which notes what for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -50,14 +50,45 @@ class Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
-class Known:
-    """A cache of what was measured: every product is streamed, or none is; None: nothing was measured."""
+Known = Callable[[int], Choice]
+"""What is known of so many products that are measured together."""
 
-    def __init__(self, streamed: bool | None) -> None:
-        self._streamed = streamed
+
+def everywhere(count: int) -> Choice:
+    """They are streamed at any number of rows."""
+    return dict.fromkeys(BUCKETS, (True,) * count)
+
+
+def nowhere(count: int) -> Choice:
+    return dict.fromkeys(BUCKETS, (False,) * count)
+
+
+def unmeasured(count: int) -> Choice:
+    return {}
+
+
+def in_one_bucket(count: int) -> Choice:
+    return {bucket: (bucket == 192,) * count for bucket in BUCKETS}
+
+
+def every_other(count: int) -> Choice:
+    """Of a layer's products every other one, and the head."""
+    return dict.fromkeys(BUCKETS, (False, True, False, True)[-count:])
+
+
+def of_layers(count: int) -> Choice:
+    """The same, but nothing is known of the head."""
+    return {} if count == 1 else every_other(count)
+
+
+class Cache:
+    """One that says what is known."""
+
+    def __init__(self, known: Known) -> None:
+        self._known = known
 
     def read(self, name: str, count: int) -> Choice:
-        return {} if self._streamed is None else dict.fromkeys(BUCKETS, (self._streamed,) * count)
+        return self._known(count)
 
     def write(self, name: str, choice: Choice) -> None:
         pass
@@ -124,18 +155,26 @@ def launch_both_ways(launches: Callable[[], None]) -> float:
     return 1.0
 
 
-def check(engine: EngineConfig, num_ranks: int = 1, *, streamed: bool | None = True, **changes: object) -> None:
+def check(
+    engine: EngineConfig,
+    num_ranks: int = 1,
+    *,
+    known: Known = everywhere,
+    chosen: Sequence[Known] = (),
+    **changes: object,
+) -> None:
+    """chosen: what may be chosen by measuring; without any, all is known."""
     config = ModelConfig.from_dict(MODEL | changes)
     with StandIns(GPU):
         worker = worker_of(config, engine, last_of(num_ranks))
-        tuner = ProductTuner(worker._model, Known(streamed))
+        tuner = ProductTuner(worker._model, Cache(known))
     compiled = noted(lambda: worker._compile_kernels(tuner, lambda: None))
     with StandIns(GPU):
         worker._kv_caches = worker._make_caches(100)
     missed = noted(lambda: tuner.measure(launch_both_ways)) - compiled
-    for choice in (True, False) if streamed is None else (streamed,):
+    for choice in chosen or (known,):
         with StandIns(GPU):
-            ProductTuner(worker._model, Known(choice)).apply()
+            ProductTuner(worker._model, Cache(choice)).apply()
         missed |= noted(lambda: launch_all_steps(worker)) - compiled
     if missed:
         raise RuntimeError("the start does not compile:\n" + "\n".join(sorted(missed)))
@@ -154,9 +193,11 @@ def main() -> None:
     for slots in (1, 21, 250):
         check(EngineConfig(model="", max_num_seqs=slots, max_batched_tokens=8192, max_model_len=2000))
     small = EngineConfig(model="", max_num_seqs=50, max_batched_tokens=300, max_model_len=500)
-    check(small, streamed=False)
-    check(small, streamed=None)
-    check(small, streamed=None, vocab_size=49152, head_dim=80)
+    check(small, known=nowhere)
+    check(small, known=unmeasured, chosen=(everywhere, nowhere, every_other))
+    check(small, known=unmeasured, chosen=(everywhere, nowhere), vocab_size=49152, head_dim=80)
+    check(small, known=of_layers, chosen=(every_other,))
+    check(EngineConfig(model="", max_num_seqs=250, max_batched_tokens=300, max_model_len=500), known=in_one_bucket)
     check(small, vocab_size=49152, head_dim=80)
     check(small, num_ranks=3)
 
