@@ -1,9 +1,9 @@
 """Matrix products with a weight stored as [out_features, in_features], as checkpoints have it, and what surrounds them.
 
-A product of few rows on a GPU is a stream of the weight. On Hopper it is streamed_linear's where
-that was measured to be faster, with the gated activation after it. Else, up to eight rows, it is skinny_linear's, with
-the norm before it too. Of many rows, on Hopper, tiled_linear's does what comes after the product. Elsewhere each is an
-operation of its own, and the product is the library's.
+A product of few rows on a GPU is a stream of the weight. On Hopper it is streamed_linear's where that was measured to
+be faster, with the gated activation after it. Else, up to eight rows, it is skinny_linear's, with the norm before it
+too. Of many rows, on Hopper, tiled_linear's does what comes after the product. Elsewhere each is an operation of its
+own, and the product is the library's.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def skinny_linear(
         total,
     )
     if num_rows == 1:
-        _launch_row((*tensors, total), num_columns, size, eps, (*flags, False))
+        _launch_row((*tensors, total), num_columns, size, eps, flags, adds=False)
     else:
         tile = _tile(num_columns, size, gated, shared_memory(x.device))
         launch(
@@ -112,14 +112,15 @@ def skinny_add_linear(
     programs = -(-num_columns // _row_tile(num_columns, size)[0])
     squares = torch.empty((programs, 1), dtype=torch.float32, device=x.device)
     tensors = x, residual, norm_weight, weight, x, out, total, squares
-    _launch_row(tensors, num_columns, size, 0.0, (False, False, False, False, dependent_launch(x.device), True))
+    flags = (False, False, False, False, dependent_launch(x.device))
+    _launch_row(tensors, num_columns, size, 0.0, flags, adds=True)
     return out, total, squares
 
 
 def _launch_row(
-    tensors: tuple[torch.Tensor, ...], num_columns: int, size: int, eps: float, flags: tuple[bool, ...]
+    tensors: tuple[torch.Tensor, ...], num_columns: int, size: int, eps: float, flags: tuple[bool, ...], *, adds: bool
 ) -> None:
-    """Launch the kernel for one row, by its order of tensors and flags; the last but one of these is PDL."""
+    """Launch the kernel for one row, by its order of tensors and flags, of which PDL is the last but ADDS."""
     block_n, block_k, num_warps = _row_tile(num_columns, size)
     launch(
         _row_kernel,
@@ -131,8 +132,9 @@ def _launch_row(
         block_n,
         block_k,
         *flags,
+        adds,
         num_warps=num_warps,
-        dependent=flags[-2],
+        dependent=flags[-1],
     )
 
 

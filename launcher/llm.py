@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -114,6 +115,10 @@ class LLM:
 
         Raises InputError, which names the file and the field, for a value that cannot be.
         """
+        return self._default_sampling_params
+
+    @cached_property
+    def _default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**read_sampling_defaults(Path(self.engine.config.model)))
 
     @contextmanager

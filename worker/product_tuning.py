@@ -9,7 +9,7 @@ what a kernel gains by starting early depends on the one before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import cycle, product
 
 import torch
 
@@ -59,10 +59,15 @@ class ProductTuner:
         return [name for name, choice in self._choices.items() if self._buckets(name) - choice.keys()]
 
     def launch_all(self) -> None:
-        """Launch all ways of the unknown products once: within `compile_only`, to compile them."""
+        """Launch whatever the ways of the unknown products launch: within `compile_only`, to compile it.
+
+        That depends on whether a product is streamed and whether the next is, so these are alike in turn.
+        """
         for name in self.unknown:
+            streams = self._streams[name]
             for bucket in sorted(self._buckets(name)):
-                for way in self._ways_of(name, bucket):
+                for pair in product((False, True), repeat=min(len(streams), 2)):
+                    way = [wanted and bucket in of for wanted, of in zip(cycle(pair), streams)]
                     self._seconds(name, self._groups[name][:1], bucket, way, _launch)
 
     def ways(self) -> Iterator[None]:

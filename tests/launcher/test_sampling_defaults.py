@@ -66,15 +66,15 @@ def test_a_value_that_no_request_could_have_is_named(content: object, words: str
 
 
 def test_llm_takes_them_where_it_is_given_no_params(own_tiny: Callable[..., Any]) -> None:
-    folder = written(own_tiny().folder, {"temperature": 1.5, "top_k": 1})
+    folder = written(own_tiny().folder, {"top_k": 1.5})
+    prompts = [[1, 2, 3], [4, 5]]
     with LLM(folder, device="cpu", num_blocks=64) as llm:
+        with pytest.raises(InputError, match="top_k"):
+            llm.generate(prompts)
+        written(folder, {"temperature": 1.5, "top_k": 1})
         assert llm.get_default_sampling_params() == SamplingParams(temperature=1.5, top_k=1)
-        prompts = [[1, 2, 3], [4, 5]]
         greedy = SamplingParams(temperature=0)
         for answers in (llm.generate(prompts), llm.generate(prompts, greedy)):
             assert [output.outputs[0].token_ids for output in answers] == [
                 output.outputs[0].token_ids for output in llm.generate(prompts, greedy)
             ]
-        written(folder, {"top_k": 1.5})
-        with pytest.raises(InputError, match="top_k"):
-            llm.generate(prompts)

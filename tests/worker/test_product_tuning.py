@@ -150,8 +150,11 @@ def test_it_is_measured_once(model: CausalLM, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b'{"16": 5}', b'{"16": [1, 0, 1, 0]}', b'{"16": [true, true]}', b'{"x": []}', b"\xff\xfe"],
-    ids=["empty", "cut", "list", "number", "numbers", "too few", "no bucket", "no text"],
+    [
+        *(b"", b"{", b"[]", b'{"16": 5}', b'{"16": null}', b'{"16": true}', b'{"16": [1, 0, 1, 0]}'),
+        *(b'{"16": [true, true]}', b'{"x": [true, true, true, true]}', b"\xff\xfe"),
+    ],
+    ids=["empty", "cut", "list", "number", "null", "flag", "numbers", "too few", "no bucket", "no text"],
 )
 def test_what_cannot_be_used_is_measured_again(
     content: bytes, model: CausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -66,7 +66,8 @@ def test_all_shapes_are_those_that_steps_take(max_rows: int, max_tokens: int) ->
 
 def test_large_steps_have_graphs_where_little_of_them_is_padding() -> None:
     shapes = GraphShapes(256, 8192)
-    for tokens, size in ((2048, 2048), (2049, None), (2276, 2560), (3700, 4096), (6656, 7168), (7300, 8192)):
+    small = (2048, 2048), (2049, None), (2276, 2560), (2730, None), (2731, 3072)
+    for tokens, size in (*small, (3700, 4096), (6656, 7168), (7300, 8192)):
         taken = shapes.round(StepShape(tokens, 20, has_prefills=True))
         assert (None if taken is None else taken.num_tokens) == size
     for tokens in range(2049, 8193):
